@@ -1,0 +1,26 @@
+# `make demo` and `make test` do all their own set-up in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test readme clean
+
+demo: .venv/ready
+	$(BIN)/vmd reproduce two-token --quick
+
+test: .venv/ready
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+readme: .venv/ready
+	$(BIN)/vmd report
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vmd needs Python 3.11 or newer: set PYTHON=..."; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv

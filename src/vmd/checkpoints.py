@@ -1,0 +1,108 @@
+"""Checkpoints: one safetensors file each, holding weights, average, optimiser state, step and configuration."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as dump_tensors
+from torch import Tensor
+
+from vmd.config import InvalidInput, require
+from vmd.files import make_folder, write_atomically
+
+KEPT = 2
+FREE_TO_CHANGE = ("steps", "log_every", "checkpoint_every")  # of the training section, when resuming
+
+
+def checkpoint_files(out: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted((out / "checkpoints").glob("step-*.safetensors"))
+
+
+def save_checkpoint(
+    out: Path,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    average: dict[str, Tensor] | None,
+    optimizer: torch.optim.Optimizer,
+    config: dict,
+) -> None:
+    tensors = {f"weights/{name}": p for name, p in parameters.items()}
+    tensors |= {f"average/{name}": p for name, p in (average or {}).items()}
+    for name, p in parameters.items():
+        tensors |= {f"optimizer/{key}/{name}": value for key, value in optimizer.state[p].items()}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    metadata = {"format": "vmd-checkpoint", "step": str(step), "config": json.dumps(config)}
+    make_folder(out / "checkpoints")
+    write_atomically(out / "checkpoints" / f"step-{step:09d}.safetensors", dump_tensors(tensors, metadata))
+    for old in checkpoint_files(out)[:-KEPT]:
+        old.unlink()
+
+
+def load_newest_checkpoint(
+    out: Path,
+    parameters: Mapping[str, Tensor],
+    average: dict[str, Tensor] | None,
+    optimizer: torch.optim.Optimizer,
+    config: dict,
+) -> int:
+    """Restore the newest checkpoint that is whole, and return its step."""
+    damaged = []
+    for path in reversed(checkpoint_files(out)):
+        try:
+            with safe_open(path, "pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError):
+            damaged.append(path.name)
+            continue
+        require(metadata.get("format") == "vmd-checkpoint", f"{path}: not a vmd checkpoint")
+        require_same_config(path, json.loads(metadata["config"]), config)
+        restore(path, tensors, parameters, average, optimizer)
+        return int(metadata["step"])
+    what = f"only damaged ones: {', '.join(damaged)}" if damaged else "none found"
+    raise InvalidInput(f"{out / 'checkpoints'}: expected a checkpoint to resume from, {what}")
+
+
+def restore(
+    path: Path,
+    tensors: dict[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    average: dict[str, Tensor] | None,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    for name, p in parameters.items():
+        saved = tensors.get(f"weights/{name}")
+        require(saved is not None and saved.shape == p.shape, f"{path}: holds no weights {name} of shape {tuple(p.shape)}")
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(tensors[f"weights/{name}"])
+            if average is not None:
+                average[name].copy_(tensors[f"average/{name}"])
+            suffix = f"/{name}"
+            keys = [k.split("/")[1] for k in tensors if k.startswith("optimizer/") and k.endswith(suffix)]
+            state = {key: tensors[f"optimizer/{key}{suffix}"] for key in keys}
+            on_device = {k: v if k == "step" and not p.is_cuda else v.to(p.device) for k, v in state.items()}
+            optimizer.state[p] = on_device
+
+
+def require_same_config(path: Path, saved: dict, current: dict) -> None:
+    """A resumed run must be the same run; only its length and how often it reports may change."""
+    old, new = flatten(saved), flatten(current)
+    free = {f"training.{name}" for name in FREE_TO_CHANGE}
+    changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in free]
+    if changed:
+        name = changed[0]
+        raise InvalidInput(f"{path}: cannot resume with {name}={new.get(name)!r}: the run has {old.get(name)!r}")
+
+
+def flatten(values: dict, prefix: str = "") -> dict:
+    flat: dict = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
+    return flat

@@ -1,0 +1,257 @@
+"""Configurations: frozen dataclasses that any `--set section.field=value` can override. Imports no torch."""
+
+import dataclasses
+import json
+import types
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+
+class InvalidInput(ValueError):
+    """A user's mistake, told in one line that names the value and what was expected."""
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidInput(message)
+
+
+def require_choice(name: str, value: Any, choices: tuple) -> None:
+    require(value in choices, f"{name}={value!r}: expected one of {', '.join(map(str, choices))}")
+
+
+def require_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    limits = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
+    require(low <= value <= high, f"{name}={value}: expected a number {limits}")
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """The latent of each block, and the encoder that infers it while training."""
+
+    kind: Literal["none", "gaussian"] = "gaussian"
+    dim: int = 32
+    encoder_layers: int = 2
+    encoder_stream: Literal["single", "doubled"] = "single"  # (x0, mask bit), or the paper's [xt ; x0]
+    on_clean: bool = False  # z^b also modulates the clean block b, so that later blocks see it (the paper's z^{<=b})
+
+    def __post_init__(self) -> None:
+        require_choice("model.latent.kind", self.kind, ("none", "gaussian"))
+        require_choice("model.latent.encoder_stream", self.encoder_stream, ("single", "doubled"))
+        require_range("model.latent.dim", self.dim, 1, 65_536)
+        require_range("model.latent.encoder_layers", self.encoder_layers, 1, 1_000)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What the network is. One block: MDM, or VMD with a latent. Several blocks: BD3-LM, or block VMD with a latent."""
+
+    vocab_size: int = 0  # 0: taken from the data
+    length: int = 0  # 0: taken from the data
+    block_size: int = 0  # 0: one block, the whole sequence
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    mlp_ratio: int = 4
+    latent: LatentConfig = field(default_factory=LatentConfig)
+    symbols: tuple[str, ...] = ()  # what the token ids stand for, if they have names
+
+    def __post_init__(self) -> None:
+        require_range("model.vocab_size", self.vocab_size, 0, 65_536)
+        require_range("model.length", self.length, 0, 1_000_000)
+        require_range("model.block_size", self.block_size, 0)
+        require_range("model.layers", self.layers, 1, 1_000)
+        require_range("model.width", self.width, 2, 65_536)
+        require_range("model.heads", self.heads, 1, self.width)
+        require_range("model.mlp_ratio", self.mlp_ratio, 1, 64)
+        require(
+            self.width % (2 * self.heads) == 0,
+            f"model.width={self.width}: expected a multiple of 2 * model.heads = {2 * self.heads}",
+        )
+        if self.block_size and self.length:
+            require(
+                self.length % self.block_size == 0,
+                f"model.block_size={self.block_size}: expected a divisor of the length {self.length}",
+            )
+        require(
+            not self.symbols or not self.vocab_size or len(self.symbols) == self.vocab_size,
+            f"model.symbols has {len(self.symbols)} names: expected one for each of the {self.vocab_size} token ids",
+        )
+
+    @property
+    def blocks(self) -> int:
+        return self.length // self.block_size
+
+    @property
+    def has_latent(self) -> bool:
+        return self.latent.kind != "none"
+
+    def resolved(self, length: int, vocab_size: int, symbols: tuple[str, ...] = ()) -> "ModelConfig":
+        """Fill in what the data decides."""
+        require(
+            self.length in (0, length), f"model.length={self.length}: expected {length}, the length of the data's sequences"
+        )
+        require(
+            self.vocab_size == 0 or self.vocab_size >= vocab_size,
+            f"model.vocab_size={self.vocab_size}: expected at least {vocab_size}, the largest token id of the data plus one",
+        )
+        return dataclasses.replace(
+            self,
+            length=length,
+            vocab_size=self.vocab_size or vocab_size,
+            block_size=self.block_size or length,
+            symbols=self.symbols or symbols,
+        )
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """How masks are drawn and what the KL term weighs (in nats, summed over the latent's dimensions)."""
+
+    masking: Literal["counts", "times"] = "counts"
+    kl_weight: float = 1.0
+    kl_warmup_steps: int = 0  # the weight rises linearly from 0 over these steps
+    free_bits: float = 0.0  # nats per block below which the KL is not pushed down
+
+    def __post_init__(self) -> None:
+        require_choice("objective.masking", self.masking, ("counts", "times"))
+        require_range("objective.kl_weight", self.kl_weight, 0)
+        require_range("objective.kl_warmup_steps", self.kl_warmup_steps, 0)
+        require_range("objective.free_bits", self.free_bits, 0)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    steps: int = 1_500
+    batch_size: int = 256
+    optimizer: Literal["adam", "adamw"] = "adam"
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.0
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"  # after the warm-up; the last two end at zero
+    warmup_steps: int = 0
+    clip: float = 1.0  # largest gradient norm; 0: no clipping
+    ema: float = 0.0  # decay of the averaged weights that are evaluated and saved; 0: the raw weights
+    precision: Literal["float32", "bf16"] = "float32"  # bf16: autocast, CUDA only
+    compile: bool = False
+    seed: int = 0
+    log_every: int = 50
+    checkpoint_every: int = 500
+
+    def __post_init__(self) -> None:
+        require_choice("training.optimizer", self.optimizer, ("adam", "adamw"))
+        require_choice("training.schedule", self.schedule, ("constant", "cosine", "linear"))
+        require_choice("training.precision", self.precision, ("float32", "bf16"))
+        for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
+            require_range(f"training.{name}", getattr(self, name), 1)
+        for name in ("weight_decay", "warmup_steps", "clip"):
+            require_range(f"training.{name}", getattr(self, name), 0)
+        require_range("training.seed", self.seed, 0, 2**62)
+        require(
+            0 < self.learning_rate < float("inf"), f"training.learning_rate={self.learning_rate}: expected a positive number"
+        )
+        require(0 <= self.ema < 1, f"training.ema={self.ema}: expected a decay in [0, 1)")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    name: str = ""  # a named data set, or the path of an .npy array of integers (rows, length)
+    fixed: str = ""  # positions that are always given, as in "0:82" or "0,5,7": the model learns the rest given these
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a training run needs: the sections of the command line's `--set section.field=value`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+Config = TypeVar("Config")
+
+
+def override(config: Config, path: str, value: Any) -> Config:
+    """`override(run, "training.steps", "100")`: a copy with one field changed; text is read as the field's type."""
+    head, _, rest = path.partition(".")
+    names = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
+    require(head in names, f"unknown field {path!r}: expected one of {', '.join(names)}")
+    current = getattr(config, head)
+    if dataclasses.is_dataclass(current):
+        inner = ", ".join(f"{head}.{f.name}" for f in dataclasses.fields(current))
+        require(bool(rest), f"{path!r} is a section: expected one of {inner}")
+        return dataclasses.replace(config, **{head: override(current, rest, value)})  # type: ignore[type-var]
+    require(not rest, f"unknown field {path!r}: {head!r} has no fields of its own")
+    return dataclasses.replace(config, **{head: _parse(value, get_type_hints(type(config))[head], path)})  # type: ignore[type-var]
+
+
+def override_all(config: Config, settings: list[str]) -> Config:
+    """Apply `a.b=c` strings in order."""
+    for setting in settings:
+        path, equals, value = setting.partition("=")
+        require(bool(equals), f"--set {setting!r}: expected field=value")
+        config = override(config, path.strip(), value.strip())
+    return config
+
+
+def to_dict(config: Any) -> dict:
+    return dataclasses.asdict(config)
+
+
+def from_dict(cls: type[Config], values: Any, where: str = "config") -> Config:
+    """The inverse of `to_dict`, refusing unknown fields and wrong types."""
+    require(isinstance(values, dict), f"{where}: expected an object, got {values!r:.60}")
+    hints = get_type_hints(cls)
+    unknown = sorted(set(values) - set(hints))
+    require(not unknown, f"{where}: unknown field {', '.join(unknown)}")
+    parsed = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(hints[name]):
+            parsed[name] = from_dict(hints[name], value, f"{where}.{name}")
+        else:
+            parsed[name] = _parse(value, hints[name], f"{where}.{name}")
+    return cls(**parsed)
+
+
+def _parse(value: Any, hint: Any, path: str) -> Any:
+    origin = get_origin(hint)
+    if origin is Literal:
+        require_choice(path, value, get_args(hint))
+        return value
+    if origin in (Union, types.UnionType):
+        raise TypeError(f"{path}: union fields are not supported")
+    if origin is tuple:
+        items = _parse_list(value, path)
+        return tuple(_parse(item, get_args(hint)[0], path) for item in items)
+    if hint is bool:
+        known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        key = str(value).lower()
+        require(key in known, f"{path}={value!r}: expected true or false")
+        return known[key]
+    if hint is int:
+        try:
+            number = float(value)
+            require(not isinstance(value, bool) and number == int(number), f"{path}={value!r}: expected an integer")
+            return int(value) if isinstance(value, int) or str(value).lstrip("+-").isdigit() else int(number)
+        except (ValueError, TypeError, OverflowError):
+            raise InvalidInput(f"{path}={value!r}: expected an integer") from None
+    if hint is float:
+        try:
+            number = float(value)
+        except (ValueError, TypeError):
+            raise InvalidInput(f"{path}={value!r}: expected a number") from None
+        require(number == number and abs(number) != float("inf"), f"{path}={value!r}: expected a finite number")
+        return number
+    require(isinstance(value, str), f"{path}={value!r}: expected text")
+    return value
+
+
+def _parse_list(value: Any, path: str) -> list:
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, str) and value.startswith("["):
+        try:
+            return list(json.loads(value))
+        except ValueError:
+            raise InvalidInput(f"{path}={value!r}: expected a JSON list or comma-separated values") from None
+    return [item for item in str(value).split(",") if item]

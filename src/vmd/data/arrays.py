@@ -1,0 +1,69 @@
+"""A user's own data: an .npy array of integers, one fixed-length sequence per row."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vmd.config import InvalidInput, require
+
+
+class ArrayData:
+    """Rows of a token array, shuffled anew every epoch. Which rows a step sees is a function of (seed, step) alone."""
+
+    def __init__(self, tokens: np.ndarray, name: str = "array", seed: int = 0):
+        require(tokens.ndim == 2, f"{name}: an array of shape {tokens.shape}: expected two dimensions (rows, length)")
+        require(np.issubdtype(tokens.dtype, np.integer), f"{name}: an array of {tokens.dtype}: expected integers")
+        require(tokens.size > 0, f"{name}: an array of shape {tokens.shape}: expected at least one row and one token")
+        low, high = int(tokens.min()), int(tokens.max())
+        require(low >= 0, f"{name}: token id {low}: expected ids from 0")
+        require(high < 65_536, f"{name}: token id {high}: expected ids below 65536")
+        self.tokens, self.name, self.seed = tokens, name, seed
+        self.length, self.vocab_size = tokens.shape[1], high + 1
+        self.symbols: tuple[str, ...] = ()
+        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+
+    def batch(self, step: int, size: int, *, generator: torch.Generator | None = None, device=None) -> Tensor:
+        """(size, L); `generator` is not needed: the order is fixed by the seed."""
+        rows = len(self.tokens)
+        positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
+        index = np.empty(size, dtype=np.int64)
+        for epoch in np.unique(positions // rows):
+            here = positions // rows == epoch
+            index[here] = self._permutation(int(epoch))[positions[here] % rows]
+        return torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64)).to(device)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.tokens))
+        return self._order
+
+
+def load_array(path: str | Path, seed: int = 0) -> ArrayData:
+    path = Path(path)
+    require(path.is_file(), f"{path}: no such file: expected an .npy array of integers")
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError):
+        raise InvalidInput(f"{path}: truncated or not an .npy array of integers") from None
+    require(isinstance(tokens, np.ndarray), f"{path}: an archive of arrays: expected one .npy array of integers")
+    return ArrayData(tokens, str(path), seed)
+
+
+def parse_positions(text: str, length: int) -> Tensor | None:
+    """ "0:82,90" -> (L,) bool; empty text -> None."""
+    if not text:
+        return None
+    fixed = torch.zeros(length, dtype=torch.bool)
+    for part in text.split(","):
+        start, colon, stop = part.partition(":")
+        try:
+            first = int(start)
+            last = int(stop) if colon else first + 1
+        except ValueError:
+            raise InvalidInput(f"data.fixed={text!r}: expected positions such as 0:82 or 0,5,7") from None
+        require(0 <= first < last <= length, f"data.fixed={text!r}: expected positions between 0 and {length}, got {part!r}")
+        fixed[first:last] = True
+    require(not bool(fixed.all()), f"data.fixed={text!r}: expected at least one of {length} positions left to learn")
+    return fixed

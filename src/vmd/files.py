@@ -1,0 +1,57 @@
+"""Files: written whole or not at all, read without trusting them. Only JSON, .npy and safetensors; never pickle."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as dump_tensors
+from torch import Tensor
+
+from vmd.config import InvalidInput, require
+
+
+def make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"{folder}: cannot create the output folder: {error.strerror}") from None
+    require(os.access(folder, os.W_OK), f"{folder}: the output folder is not writable")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write beside the target, flush to disk, rename: a reader sees the old file or the new one, never a part."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InvalidInput(f"{path}: cannot write: {error.strerror}") from None
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot read: {error.strerror}") from None
+    except ValueError:
+        raise InvalidInput(f"{path}: expected JSON") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_tensors(path.read_bytes())
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot read: {error.strerror}") from None
+    except (SafetensorError, ValueError):
+        raise InvalidInput(f"{path}: truncated or not a safetensors file") from None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    write_atomically(path, dump_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))

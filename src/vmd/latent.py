@@ -1,0 +1,38 @@
+"""Latents: one z per block, shared by all tokens of the block that are decoded together.
+
+A latent family is a record with three abilities: reparameterised draws from given noise, the KL to a prior, and
+log-densities. The networks give posteriors as such records, and priors too where they are learned.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Gaussian(NamedTuple):
+    """Diagonal Gaussian over the last dimension."""
+
+    mean: Tensor  # (..., dim)
+    log_std: Tensor  # (..., dim)
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """Algorithms 1 and 3: z = mu + sigma * eps, with eps ~ N(0, I) drawn by the caller."""
+        return self.mean + self.log_std.exp() * noise
+
+    def kl(self, prior: "Gaussian") -> Tensor:
+        """D_KL(self || prior) in nats, summed over dimensions."""
+        log_ratio = self.log_std - prior.log_std
+        shift = (self.mean - prior.mean) * (-prior.log_std).exp()
+        return 0.5 * ((2 * log_ratio).exp() + shift**2 - 1 - 2 * log_ratio).sum(-1)
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        scaled = (z - self.mean) * (-self.log_std).exp()
+        return (-0.5 * scaled**2 - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+def standard_normal(like: Tensor) -> Gaussian:
+    """The paper's prior, p(z) = N(0, I), shaped like a given tensor of latents or means."""
+    zeros = torch.zeros_like(like)
+    return Gaussian(zeros, zeros)

@@ -1,0 +1,82 @@
+"""Eq. 1: which tokens are masked, and what each masked block weighs in the objective."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Masks(NamedTuple):
+    mask: Tensor  # (B, L) bool: True where x0 is hidden
+    weight: Tensor  # (B, blocks): m/k for mask counts, 1/t for times; 0 where nothing is masked
+
+
+def apply_mask(x0: Tensor, mask: Tensor, mask_id: int) -> Tensor:
+    """xt: x0 with [MASK] where the mask is set (Eq. 1, with the paper's delta read at x0)."""
+    return torch.where(mask, mask_id, x0)
+
+
+def stratified_uniforms(count: int, *, generator: torch.Generator | None = None, device=None) -> Tensor:
+    """`count` numbers in [0, 1), one in each of `count` equal strata, in random order, all shifted by one random offset.
+
+    Each is uniform; together they cover [0, 1) evenly. The random order keeps strata from being tied to batch rows.
+    """
+    order = torch.rand(count, generator=generator, device=device, dtype=torch.float64).argsort()
+    offset = torch.rand((), generator=generator, device=device, dtype=torch.float64)
+    return (order + offset) / count
+
+
+def draw_masks(
+    x0: Tensor,
+    block_size: int,
+    *,
+    kind: str = "counts",
+    fixed: Tensor | None = None,
+    t_min: float = 1e-3,
+    generator: torch.Generator | None = None,
+) -> Masks:
+    """Masks and weights for a batch, stratified over its rows and blocks; fixed tokens are never masked.
+
+    counts: k ~ U{1..m}, a uniformly random k-subset of the block's m maskable tokens, weight m/k. For the linear
+        schedule this has exactly the expectation of Eq. 2, since the integral over t of (1/t) C(m,k) t^k (1-t)^(m-k)
+        is 1/k; there is no clipping and never an empty mask.
+    times: t ~ U(t_min, 1], each maskable token masked with probability t, weight 1/t. A block that came out without
+        masks has weight 0, so that it pays no KL (KL/t diverges as t -> 0).
+    """
+    batch, length = x0.shape
+    blocks = length // block_size
+    device = x0.device
+    maskable = torch.ones(batch, length, dtype=torch.bool, device=device)
+    if fixed is not None:
+        maskable = ~fixed.expand(batch, length)
+    maskable = maskable.view(batch, blocks, block_size)
+    u = stratified_uniforms(batch * blocks, generator=generator, device=device).view(batch, blocks)
+    scores = torch.rand(batch, blocks, block_size, generator=generator, device=device)
+
+    if kind == "counts":
+        m = maskable.sum(-1)
+        k = torch.minimum((u * m).long() + 1, m)  # the minimum guards m = 0
+        rank = scores.masked_fill(~maskable, 2.0).argsort(-1).argsort(-1)
+        mask = (rank < k.unsqueeze(-1)) & maskable
+        weight = m / k.clamp(min=1)
+    elif kind == "times":
+        t = 1 - (1 - t_min) * u
+        mask = (scores < t.unsqueeze(-1)) & maskable
+        weight = (1 - t_min) / t * mask.any(-1)
+    else:
+        raise ValueError(f"kind={kind!r}: expected counts or times")
+    return Masks(mask.view(batch, length), weight.float())
+
+
+def all_masks(block_size: int) -> tuple[Tensor, Tensor]:
+    """Every non-empty mask of one block and probability x weight of each under `counts`: (1/r) / C(r,k) * r/k.
+
+    Sum of coefficient * (loss under the mask) is the exact expectation that `draw_masks` estimates.
+    """
+    r = block_size
+    masks = torch.tensor(list(itertools.product([False, True], repeat=r))[1:])  # (2^r - 1, r)
+    counts = masks.sum(-1).tolist()
+    coefficients = torch.tensor([1 / (math.comb(r, k) * k) for k in counts], dtype=torch.float64)
+    return masks, coefficients

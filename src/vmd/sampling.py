@@ -1,0 +1,244 @@
+"""Algorithms 2 and 4 as one function: blocks in order, N steps per block, one latent per block.
+
+Nothing here knows a network: anything with the four members of `Sampleable` can be sampled.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from vmd.config import InvalidInput, ModelConfig, require, require_choice
+
+ORDERS = ("random", "prob", "margin", "entropy")
+RULES = ("argmax", "sample")
+
+
+class BlockPredictor(Protocol):
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor: ...
+    def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int: ...
+
+
+class Sampleable(Protocol):
+    """What the sampler needs of a model: its shape, its latents' shape and prior, and a predictor for a batch."""
+
+    config: ModelConfig
+
+    def latent_shape(self, batch: int) -> tuple[int, int, int] | None: ...
+    def prior(self, like: Tensor) -> Any: ...
+    def predictor(self, batch: int, *, cached: bool = True) -> BlockPredictor: ...
+
+
+class Step(NamedTuple):
+    """One step of the trace: the canvas after it ([MASK] is the vocabulary size), and what it revealed."""
+
+    block: int
+    step: int
+    canvas: Tensor  # (n, L)
+    revealed: Tensor  # (n, L) bool
+    confidence: Tensor  # (n, L): the order's score of every position that was masked before the step; nan elsewhere
+
+
+class Samples(NamedTuple):
+    tokens: Tensor  # (n, L)
+    z: Tensor | None  # (n, blocks, dim): the latent in force when each block was finished
+    nfe: int  # denoising evaluations per row
+    cache_passes: int  # further passes that only filled the cache
+    trace: list[Step]
+
+    @staticmethod
+    def concatenate(parts: "list[Samples]") -> "Samples":
+        """Samples of several batches as one. Evaluations are per row, so they are not added up."""
+        if len(parts) == 1:
+            return parts[0]
+        zs = [part.z for part in parts if part.z is not None]
+        trace = [
+            Step(first.block, first.step, *(torch.cat([getattr(s, name) for s in steps]) for name in Step._fields[2:]))
+            for steps in zip(*(part.trace for part in parts), strict=True)
+            for first in steps[:1]
+        ]
+        return Samples(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat(zs) if zs else None,
+            max(part.nfe for part in parts),
+            max(part.cache_passes for part in parts),
+            trace,
+        )
+
+
+class Noise:
+    """All chance of a batch: one generator for all rows, or one seed per row (then a row is the same in any batch)."""
+
+    def __init__(self, rows: int, device, generator: torch.Generator | None, seeds: Sequence[int] | None):
+        self.rows, self.device, self.generator = rows, device, generator
+        self.row_generators = None if seeds is None else [torch.Generator().manual_seed(int(s)) for s in seeds]
+
+    def normal(self, *shape: int) -> Tensor:
+        return self._draw(torch.randn, shape, torch.float32)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return self._draw(torch.rand, shape, torch.float64)
+
+    def _draw(self, function, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self.row_generators is not None:
+            rows = [function(shape, generator=g, dtype=dtype) for g in self.row_generators]
+            return torch.stack(rows).to(self.device)
+        source = self.device if self.generator is None else self.generator.device
+        return function((self.rows, *shape), generator=self.generator, dtype=dtype, device=source).to(self.device)
+
+
+def reveal_counts(masked: Tensor, steps: int) -> Tensor:
+    """n_j = ceil(j m / N) - ceil((j-1) m / N) for j = 1..N: (B,) masked tokens -> (N, B) tokens to reveal."""
+    j = torch.arange(steps + 1, device=masked.device).unsqueeze(1)
+    done = (j * masked + steps - 1) // steps
+    return done.diff(dim=0)
+
+
+def confidence(probabilities: Tensor, order: str) -> Tensor:
+    """Section 3.3: how sure the model is of each position, (..., V) -> (...). A function of its predictions alone."""
+    if order == "prob":
+        return probabilities.amax(-1)
+    if order == "margin":
+        if probabilities.shape[-1] == 1:
+            return probabilities[..., 0]
+        top = probabilities.topk(2, dim=-1).values
+        return top[..., 0] - top[..., 1]
+    if order == "entropy":
+        return torch.special.entr(probabilities).sum(-1).neg()
+    raise ValueError(f"order={order!r}: expected one of {', '.join(ORDERS)}")
+
+
+def keep_nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Zero all but the fewest most probable tokens that hold a mass of at least top_p. Not renormalised."""
+    ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered  # mass of strictly better tokens
+    total = ordered.sum(-1, keepdim=True)
+    kept = torch.where(before < top_p * total, ordered, 0)
+    return torch.zeros_like(probabilities).scatter(-1, index, kept)
+
+
+def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+    """One token per position by inverting the distribution function in float64, exact far into the tails.
+
+    logits (..., V), uniforms (...) in [0, 1). A token of probability zero is never drawn.
+    """
+    probabilities = (logits.double() / temperature).softmax(-1)
+    if top_p < 1:
+        probabilities = keep_nucleus(probabilities, top_p)
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[..., -1:]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniforms.unsqueeze(-1).double() * total, below_total)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+
+
+def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: str, temperature: float, top_p: float) -> None:
+    require_choice("order", order, ORDERS)
+    require_choice("rule", rule, RULES)
+    require_choice("z", z, ("once", "fresh"))
+    require(
+        1 <= steps <= config.block_size,
+        f"steps={steps}: expected 1 to {config.block_size}, the block size (steps are counted per block)",
+    )
+    require(0 < temperature < float("inf"), f"temperature={temperature}: expected a positive number (use rule argmax for 0)")
+    require(0 < top_p <= 1, f"top_p={top_p}: expected a number in (0, 1]")
+    require(
+        rule == "sample" or (temperature == 1 and top_p == 1),
+        "temperature and top_p belong to rule=sample: rule=argmax does not use them",
+    )
+    if z == "fresh" and config.has_latent and config.latent.on_clean and config.blocks > 1:
+        raise InvalidInput(
+            "z=fresh: which draw later blocks see is undefined when z enters the clean stream too; use z=once"
+        )
+
+
+def sample(
+    model: Sampleable,
+    prompt: Tensor,
+    *,
+    steps: int = 1,
+    order: str = "prob",
+    rule: str = "sample",
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    z: str = "once",
+    cache: bool = True,
+    generator: torch.Generator | None = None,
+    seeds: Sequence[int] | None = None,
+    trace: bool = False,
+) -> Samples:
+    """Algorithm 2 (one block) and Algorithm 4 (several): fill every gap of the prompt.
+
+    prompt: (n, L) token ids, -1 where the model is to write. Given tokens never move, wherever they stand.
+    steps: N per block; exactly N evaluations for every block that has a gap in some row.
+    order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy.
+    rule: argmax (the paper's) or sample (temperature, top_p).
+    z: drawn once per block (the paper's), or fresh for every step.
+    cache: keep keys and values of finished blocks; off, every evaluation runs over the whole prefix again.
+    generator or seeds: with one seed per row, a row's result does not depend on the rest of its batch.
+    """
+    config = model.config
+    check_settings(config, steps, order, rule, z, temperature, top_p)
+    check_prompt(prompt, config)
+    require(generator is None or seeds is None, "generator and seeds: expected one of the two")
+    rows, r, mask_id = len(prompt), config.block_size, config.vocab_size
+    noise = Noise(rows, prompt.device, generator, seeds)
+    canvas = torch.where(prompt < 0, mask_id, prompt)
+    predictor = model.predictor(rows, cached=cache)
+    shape = model.latent_shape(rows)
+    latents = None if shape is None else torch.zeros(shape, device=prompt.device)
+    nfe, cache_passes, steps_taken = 0, 0, []
+
+    for block in range(config.blocks):
+        here = slice(block * r, (block + 1) * r)
+        # Drawn for every block, needed or not: what a row receives must not depend on the rows beside it.
+        z_noise = None if latents is None else noise.normal(steps if z == "fresh" else 1, latents.shape[-1])
+        token_uniforms = noise.uniform(steps, r)
+        random_order = noise.uniform(r)
+        if latents is not None and z_noise is not None:
+            latents[:, block] = model.prior(latents[:, block]).draw(z_noise[:, 0])
+        masked = canvas[:, here] == mask_id
+        if masked.any():
+            for step, count in enumerate(reveal_counts(masked.sum(-1), steps)):
+                if z == "fresh" and latents is not None and z_noise is not None:
+                    latents[:, block] = model.prior(latents[:, block]).draw(z_noise[:, step])
+                logits = predictor.predict(canvas, block, latents)
+                nfe += 1
+                if rule == "argmax":
+                    tokens = logits.argmax(-1)
+                else:
+                    tokens = draw_tokens(logits, token_uniforms[:, step], temperature, top_p)
+                masked = canvas[:, here] == mask_id
+                score = random_order if order == "random" else confidence(logits.double().softmax(-1), order)
+                score = score.masked_fill(~masked, -torch.inf)
+                rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+                revealed = masked & (rank < count.unsqueeze(-1))
+                canvas[:, here] = torch.where(revealed, tokens, canvas[:, here])
+                if trace:
+                    steps_taken.append(_trace_step(canvas, block, step, here, revealed, score, masked))
+        cache_passes += predictor.commit(canvas, block, latents)
+    return Samples(canvas, latents, nfe, cache_passes, steps_taken)
+
+
+def _trace_step(canvas: Tensor, block: int, step: int, here: slice, revealed: Tensor, score: Tensor, masked: Tensor) -> Step:
+    everywhere = torch.zeros_like(canvas, dtype=torch.bool)
+    everywhere[:, here] = revealed
+    confidences = torch.full_like(canvas, torch.nan, dtype=torch.float64)
+    confidences[:, here] = score.masked_fill(~masked, torch.nan)
+    return Step(block, step, canvas.clone(), everywhere, confidences)
+
+
+def check_prompt(prompt: Tensor, config: ModelConfig) -> None:
+    require(
+        prompt.dim() == 2 and prompt.shape[1] == config.length,
+        f"a prompt of shape {tuple(prompt.shape)}: expected (rows, {config.length}), one entry for each position",
+    )
+    require(not prompt.is_floating_point(), f"a prompt of {prompt.dtype}: expected integers")
+    if prompt.numel():
+        low, high = int(prompt.min()), int(prompt.max())
+        bad = low if low < -1 else high
+        require(
+            low >= -1 and high < config.vocab_size,
+            f"token id {bad} in the prompt: expected 0 to {config.vocab_size - 1}, or -1 for a gap",
+        )

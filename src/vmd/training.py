@@ -1,0 +1,222 @@
+"""The training loop, for one model or an ensemble of models.
+
+All chance of step s is a function of (seed, s), so a resumed run repeats an undisturbed one without saving any
+generator's state.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vmd.checkpoints import load_newest_checkpoint, save_checkpoint
+from vmd.config import InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
+from vmd.data import Dataset
+from vmd.data.arrays import parse_positions
+from vmd.ensemble import Ensemble
+from vmd.masking import Masks, draw_masks
+from vmd.model import VMD
+from vmd.objective import Loss
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss is no longer a number."""
+
+
+class Batch(NamedTuple):
+    x0: Tensor  # (..., B, L)
+    masks: Masks
+    noise: Tensor | None  # (..., B, blocks, dim)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A well-mixed 63-bit seed for each (seed, step): SplitMix64's finaliser."""
+    x = (seed * 0x9E3779B97F4A7C15 + step + 1) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 31) * 0x94D049BB133111EB % 2**64
+    return (x ^ x >> 29) >> 1
+
+
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """Linear warm-up, then constant, cosine to zero or linear to zero."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    if config.schedule == "cosine":
+        return config.learning_rate * 0.5 * (1 + math.cos(math.pi * done))
+    if config.schedule == "linear":
+        return config.learning_rate * (1 - done)
+    return config.learning_rate
+
+
+def kl_weight_at(config: ObjectiveConfig, step: int) -> float:
+    """The factor of the KL weight at a step: it warms up linearly."""
+    return min(1.0, (step + 1) / config.kl_warmup_steps) if config.kl_warmup_steps else 1.0
+
+
+def draw_batch(
+    model: VMD | Ensemble,
+    data: Dataset,
+    objective: ObjectiveConfig,
+    step: int,
+    size: int,
+    fixed: Tensor | None,
+    generator: torch.Generator,
+) -> Batch:
+    """Algorithms 1 and 3, the sampling lines: data, masks and the encoder's noise. Leading dimensions are models."""
+    config = model.config
+    x0 = data.batch(step, size, generator=generator, device=generator.device)
+    rows = x0.flatten(0, -2)
+    masks = draw_masks(rows, config.block_size, kind=objective.masking, fixed=fixed, generator=generator)
+    masks = Masks(masks.mask.view(x0.shape), masks.weight.view(*x0.shape[:-1], -1))
+    noise = None
+    if config.has_latent:
+        shape = (*x0.shape[:-1], config.blocks, config.latent.dim)
+        noise = torch.randn(shape, generator=generator, device=generator.device)
+    return Batch(x0, masks, noise)
+
+
+def mean_loss(model: VMD | Ensemble, batch: Batch, kl_weight: Tensor, free_bits: float) -> Loss:
+    """Nats per token, (): of one model, or (M,): of each model of an ensemble. Pure: this is what gets compiled."""
+    loss = model(batch.x0, batch.masks, batch.noise, kl_weight, free_bits)
+    return Loss(*(part.mean(-1) / model.config.length for part in loss))
+
+
+def clip_gradients(parameters: list[Tensor], largest: float, *, per_model: bool) -> Tensor:
+    """Scale the gradients down to the largest norm allowed; an ensemble's models are scaled each by its own norm."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = [g.flatten(1).norm(dim=1) if per_model else g.norm() for g in gradients]
+    norm = torch.stack(norms).norm(dim=0)
+    if largest > 0:
+        scale = (largest / (norm + 1e-6)).clamp(max=1.0)
+        for g in gradients:
+            g.mul_(scale.view(-1, *[1] * (g.dim() - 1)) if per_model else scale)
+    return norm
+
+
+def make_optimizer(model: VMD | Ensemble, config: TrainingConfig) -> torch.optim.Optimizer:
+    """Adam as the paper has it, or AdamW with decay on matrices only."""
+    parameters = list(model.parameters())
+    fused = parameters[0].is_cuda
+    if config.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
+    leading = 1 if isinstance(model, Ensemble) else 0
+    groups = [
+        {"params": [p for p in parameters if p.dim() - leading >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() - leading < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=fused)
+
+
+def train(
+    model: VMD | Ensemble,
+    data: Dataset,
+    config: RunConfig,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    kl_weights: Tensor | None = None,
+    on_step: Callable[[int, dict | None], None] = lambda step, record: None,
+) -> list[dict]:
+    """Train in place and return the log. With `out`, metrics, checkpoints and the final model are written there.
+
+    `kl_weights` (M,) gives each model of an ensemble a KL weight of its own. `on_step(done, record)` is called after
+    every step; the record is None except when a log line was written.
+    """
+    objective, training = config.objective, config.training
+    device = next(model.parameters()).device
+    require(
+        training.precision == "float32" or device.type == "cuda",
+        f"training.precision={training.precision}: expected float32 on {device.type}",
+    )
+    autocast = torch.autocast("cuda", torch.bfloat16) if training.precision == "bf16" else nullcontext()
+    fixed = parse_positions(config.data.fixed, model.config.length)
+    fixed = None if fixed is None else fixed.to(device)
+    optimizer = make_optimizer(model, training)
+    parameters = dict(model.named_parameters())
+    average = {name: p.detach().clone() for name, p in parameters.items()} if training.ema else None
+    weights = torch.tensor(objective.kl_weight, device=device) if kl_weights is None else kl_weights.to(device)
+    if isinstance(model, Ensemble) and weights.dim() == 0:
+        weights = weights.expand(len(model))
+    generator = torch.Generator(device)
+    loss_function = torch.compile(mean_loss) if training.compile else mean_loss
+
+    first, log = 0, []
+    if resume:
+        require(out is not None, "resume: expected an output folder to resume from")
+        first = load_newest_checkpoint(Path(out or ""), parameters, average, optimizer, to_dict(config))
+        log = trim_log(Path(out or ""), first)
+    model.train()
+    started, last_time, last_step = time.perf_counter(), time.perf_counter(), first
+    for step in range(first, training.steps):
+        generator.manual_seed(step_seed(training.seed, step))
+        batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(training, step)
+        with autocast:
+            loss = loss_function(model, batch, weights * kl_weight_at(objective, step), objective.free_bits)
+        optimizer.zero_grad(set_to_none=True)
+        loss.total.sum().backward()
+        norm = clip_gradients(list(parameters.values()), training.clip, per_model=isinstance(model, Ensemble))
+        optimizer.step()
+        if average is not None:
+            # Early on a long average would remember the initial weights: start short and grow to the full decay.
+            decay = min(training.ema, (1 + step) / (10 + step))
+            torch._foreach_lerp_(list(average.values()), [p.detach() for p in parameters.values()], 1 - decay)
+        done, record = step + 1, None
+        if done % training.log_every == 0 or done == training.steps or done == 1:
+            now = time.perf_counter()
+            tokens = (done - last_step) * batch.x0.numel()
+            record = {"step": done} | {
+                name: float(value.detach().float().mean())
+                for name, value in [*loss._asdict().items(), ("gradient_norm", norm)]
+            }
+            record |= {"learning_rate": learning_rate(training, step), "tokens_per_second": tokens / (now - last_time)}
+            record |= {"seconds": now - started}
+            last_time, last_step = now, done
+            log.append(record)
+            if not math.isfinite(record["total"]):
+                raise TrainingDiverged(f"the loss is {record['total']} at step {done}: try a lower training.learning_rate")
+            if out is not None:
+                append_line(out / "metrics.jsonl", record)
+        if out is not None and (done % training.checkpoint_every == 0 or done == training.steps):
+            save_checkpoint(out, done, parameters, average, optimizer, to_dict(config))
+        on_step(done, record)
+    if average is not None:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(average[name])
+    model.eval()
+    if out is not None and isinstance(model, VMD):
+        model.save_pretrained(out)
+    return log
+
+
+def append_line(path: Path, record: dict) -> None:
+    try:
+        with open(path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot write: {error.strerror}") from None
+
+
+def trim_log(out: Path, step: int) -> list[dict]:
+    """Drop the log lines behind the checkpoint that training resumes from."""
+    path = out / "metrics.jsonl"
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the line that a crash cut short
+        if record["step"] <= step:
+            records.append(record)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return records
