@@ -15,7 +15,6 @@ _HOMES = {
     "InvalidInput": "vmd.config",
     "train": "vmd.training",
     "sample": "vmd.sampling",
-    "objective": "vmd.objective",
     "draw_masks": "vmd.masking",
     "law": "vmd.data",
     "load_data": "vmd.data",
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from vmd.data import law, load_data
     from vmd.masking import draw_masks
     from vmd.model import VMD
-    from vmd.objective import objective
     from vmd.presets import preset
     from vmd.sampling import sample
     from vmd.training import train

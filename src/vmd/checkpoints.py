@@ -58,7 +58,8 @@ def load_newest_checkpoint(
         except (SafetensorError, OSError):
             damaged.append(path.name)
             continue
-        require(metadata.get("format") == "vmd-checkpoint", f"{path}: not a vmd checkpoint")
+        whole = metadata.get("format") == "vmd-checkpoint" and metadata.keys() >= {"step", "config"}
+        require(whole, f"{path}: not a vmd checkpoint")
         require_same_config(path, json.loads(metadata["config"]), config)
         restore(path, tensors, parameters, average, optimizer)
         return int(metadata["step"])
@@ -73,19 +74,21 @@ def restore(
     average: dict[str, Tensor] | None,
     optimizer: torch.optim.Optimizer,
 ) -> None:
+    expected = {f"weights/{name}": p.shape for name, p in parameters.items()}
+    expected |= {f"average/{name}": p.shape for name, p in (average or {}).items()}
     for name, p in parameters.items():
-        saved = tensors.get(f"weights/{name}")
-        require(saved is not None and saved.shape == p.shape, f"{path}: holds no weights {name} of shape {tuple(p.shape)}")
+        expected |= {f"optimizer/{key}/{name}": p.shape for key in ("exp_avg", "exp_avg_sq")}
+        expected |= {f"optimizer/step/{name}": torch.Size()}
+    for name, shape in expected.items():
+        saved = tensors.get(name)
+        require(saved is not None and saved.shape == shape, f"{path}: holds no {name} of shape {tuple(shape)}")
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(tensors[f"weights/{name}"])
             if average is not None:
                 average[name].copy_(tensors[f"average/{name}"])
-            suffix = f"/{name}"
-            keys = [k.split("/")[1] for k in tensors if k.startswith("optimizer/") and k.endswith(suffix)]
-            state = {key: tensors[f"optimizer/{key}{suffix}"] for key in keys}
-            on_device = {k: v if k == "step" and not p.is_cuda else v.to(p.device) for k, v in state.items()}
-            optimizer.state[p] = on_device
+            state = {key: tensors[f"optimizer/{key}/{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}
+            optimizer.state[p] = {key: value.to(p.device) for key, value in state.items()}
 
 
 def require_same_config(path: Path, saved: dict, current: dict) -> None:

@@ -33,6 +33,7 @@ class LatentConfig:
     dim: int = 32
     encoder_layers: int = 2
     encoder_stream: Literal["single", "doubled"] = "single"  # (x0, mask bit), or the paper's [xt ; x0]
+    encoder_sees_mask: bool = True  # the paper's q(z | x0, xt); off: q(z | x0), one meaning of z for all steps
     on_clean: bool = False  # z^b also modulates the clean block b, so that later blocks see it (the paper's z^{<=b})
 
     def __post_init__(self) -> None:
@@ -131,7 +132,7 @@ class TrainingConfig:
     warmup_steps: int = 0
     clip: float = 1.0  # largest gradient norm; 0: no clipping
     ema: float = 0.0  # decay of the averaged weights that are evaluated and saved; 0: the raw weights
-    precision: Literal["float32", "bf16"] = "float32"  # bf16: autocast, CUDA only
+    precision: Literal["float32", "tf32", "bf16"] = "float32"  # tf32 matrix products, bf16 autocast: CUDA only
     compile: bool = False
     seed: int = 0
     log_every: int = 50
@@ -140,7 +141,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         require_choice("training.optimizer", self.optimizer, ("adam", "adamw"))
         require_choice("training.schedule", self.schedule, ("constant", "cosine", "linear"))
-        require_choice("training.precision", self.precision, ("float32", "bf16"))
+        require_choice("training.precision", self.precision, ("float32", "tf32", "bf16"))
         for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
             require_range(f"training.{name}", getattr(self, name), 1)
         for name in ("weight_decay", "warmup_steps", "clip"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
+from vmd.config import require
 from vmd.masking import Masks
 from vmd.model import VMD
 from vmd.objective import Loss
@@ -18,6 +19,8 @@ from vmd.objective import Loss
 class Ensemble(nn.Module):
     def __init__(self, models: list[VMD]):
         super().__init__()
+        alike = all(model.config == models[0].config for model in models)
+        require(alike, "an ensemble of unlike models: expected one configuration")
         stacked, _ = stack_module_state(list(models))
         self.names = list(stacked)
         self.weights = nn.ParameterList(nn.Parameter(stacked[name].detach().clone()) for name in self.names)

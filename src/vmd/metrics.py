@@ -19,6 +19,8 @@ def sequence_ids(tokens: Tensor, vocab_size: int) -> Tensor:
 
 def empirical(tokens: Tensor, law: Law) -> Tensor:
     """(S,): the share of the samples that equal each sequence of the law's support."""
+    foreign = (tokens >= law.vocab_size).any(-1, keepdim=True)
+    tokens = torch.where(foreign, -1, tokens)
     ids = sequence_ids(tokens, law.vocab_size)
     support = sequence_ids(law.sequences.to(tokens.device), law.vocab_size)
     order = support.argsort()
@@ -44,31 +46,33 @@ def kl_to(law: Law, probabilities: Tensor) -> float:
 def one_step_probabilities(
     model: VMD, sequences: Tensor, draws: int = 100_000, *, generator: torch.Generator | None = None, chunk: int = 65_536
 ) -> Tensor:
-    """(S,): probability of each sequence when every block is sampled in one step, z drawn once: an integral over z.
+    """Eq. 4 (Eq. 3 for one token, Eq. 6 for blocks): (S,), the probability of each sequence by integration over z.
 
-    One block: p(x) = E_z prod_i p(x_i | [MASK].., z), and the same z serve all sequences. Several blocks: the product over
-    blocks of such means given the true prefix; where z^{<b} reaches block b, the mean over joint draws of the product.
-    Without a latent it is exact.
+    For samples of one step per block, z drawn once. One block: p(x) = E_z prod_i p(x_i | [MASK].., z). Several blocks: the
+    product over blocks of such means given the true prefix; where z^{<b} reaches block b through the clean stream, the mean
+    over joint draws of the product. Exact without a latent.
     """
     config, device = model.config, model.device
     sequences = sequences.to(device)
-    count, length = sequences.shape
-    if not config.has_latent:
-        draws = 1
-    one_block = config.blocks == 1
-    rows_per_draw = 1 if one_block else count
+    length, r, blocks = config.length, config.block_size, config.blocks
+    # The predictions for a sequence depend on its tokens before the last block only: one pass for each such prefix.
+    prefixes, which = sequences[:, : length - r].unique(dim=0, return_inverse=True) if blocks > 1 else (None, None)
+    if prefixes is None or which is None:
+        prefixes, which = sequences[:1, :0], sequences.new_zeros(len(sequences))
+    x0 = torch.cat([prefixes, prefixes.new_zeros(len(prefixes), r)], dim=1)  # (U, L)
+    draws = draws if config.has_latent else 1
     joint = config.has_latent and config.latent.on_clean
-    total = torch.full((count, 1 if joint else config.blocks), -math.inf, device=device, dtype=torch.float64)
-    for start in range(0, draws, max(1, chunk // rows_per_draw)):
-        size = min(max(1, chunk // rows_per_draw), draws - start)
-        x0 = sequences.new_zeros(size, length) if one_block else sequences.repeat(size, 1)
-        shape = model.latent_shape(len(x0))
+    total = torch.full((len(sequences), 1 if joint else blocks), -math.inf, device=device, dtype=torch.float64)
+    per_pass = max(1, chunk // len(x0))
+    for start in range(0, draws, per_pass):
+        size = min(per_pass, draws - start)
+        rows = x0.repeat(size, 1)
+        shape = model.latent_shape(len(rows))
         z = None if shape is None else torch.randn(shape, generator=generator, device=device)
-        logp = model.denoise(torch.full_like(x0, model.mask_id), x0, z).double().log_softmax(-1)
-        if one_block:
-            parts = torch.stack([logp[:, i, sequences[:, i]] for i in range(length)]).sum(0).unsqueeze(-1)  # (size, S, 1)
-        else:
-            tokens = logp.gather(-1, x0.unsqueeze(-1)).squeeze(-1).view(size, count, config.blocks, -1).sum(-1)
-            parts = tokens.sum(-1, keepdim=True) if joint else tokens
+        logits = model.denoise(torch.full_like(rows, model.mask_id), rows, z)
+        log_p = logits.double().log_softmax(-1).unflatten(0, (size, -1))  # (size, U, L, V)
+        tokens = torch.stack([log_p[:, which, i, sequences[:, i]] for i in range(length)], dim=-1)  # (size, S, L)
+        per_block = tokens.unflatten(-1, (blocks, r)).sum(-1)
+        parts = per_block.sum(-1, keepdim=True) if joint else per_block
         total = torch.logaddexp(total, parts.logsumexp(0))
     return (total - math.log(draws)).sum(-1).exp().cpu()

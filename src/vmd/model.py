@@ -69,26 +69,26 @@ class VMD(nn.Module):
         """What the sampler calls, for a batch of that many rows."""
         return CachedPredictor(self, batch) if cached and self.config.blocks > 1 else Predictor(self)
 
-    @torch.no_grad()
     def sample(self, n: int | None = None, *, prompt: Tensor | None = None, batch_size: int = 8192, **options) -> Samples:
         """Draw n sequences, or complete a prompt (n, L) whose gaps are -1. Options: see `vmd.sampling.sample`."""
         if prompt is None:
             require(n is not None and n >= 1, f"n={n}: expected at least 1 sample")
             prompt = torch.full((n or 0, self.config.length), -1)
         require(n is None or n == len(prompt), f"n={n}: expected {len(prompt)}, the rows of the prompt")
+        require(len(prompt) >= 1, "an empty prompt: expected at least one row")
         seeds = options.pop("seeds", None)
-        require(
-            seeds is None or len(seeds) == len(prompt),
-            f"{len(seeds or [])} seeds: expected one for each of {len(prompt)} rows",
-        )
+        if seeds is not None:
+            require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
+        parts = []
         was_training = self.training
         self.eval()
-        parts = []
-        for start in range(0, len(prompt), batch_size):
-            rows = prompt[start : start + batch_size].to(self.device)
-            row_seeds = None if seeds is None else seeds[start : start + batch_size]
-            parts.append(sample(self, rows, seeds=row_seeds, **options))
-        self.train(was_training)
+        try:
+            for start in range(0, len(prompt), batch_size):
+                rows = prompt[start : start + batch_size].to(self.device)
+                row_seeds = None if seeds is None else seeds[start : start + batch_size]
+                parts.append(sample(self, rows, seeds=row_seeds, **options))
+        finally:
+            self.train(was_training)
         return Samples.concatenate(parts)
 
     def parameter_counts(self) -> dict[str, int]:

@@ -31,6 +31,15 @@ def gate_by(h: Tensor, gate: Tensor) -> Tensor:
     return (h.unflatten(1, (gate.shape[1], -1)) * (1 + gate.unsqueeze(2))).flatten(1, 2)
 
 
+def embed(table: nn.Embedding, tokens: Tensor) -> Tensor:
+    """Rows of a table. On a GPU small tables go by a matrix product: the gradient of a look-up would add many rows into
+    the same few addresses."""
+    if not tokens.is_cuda or table.num_embeddings > 64:
+        return table(tokens)
+    one_hot = tokens.unsqueeze(-1) == torch.arange(table.num_embeddings, device=tokens.device)
+    return one_hot.to(table.weight.dtype) @ table.weight
+
+
 class Block(nn.Module):
     """A DiT block. Its layer norms have static scales and shifts; a latent adds to them (adaptive layer norm).
 
@@ -99,13 +108,15 @@ class Trunk(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """tokens (B, T), positions (T,) -> (B, T, D). `added` (B, T, D) joins the embedding; condition is (B, C, D)."""
-        h = self.token(tokens) + self.position(positions)
+        h = self.embedding(tokens, positions)
         if added is not None:
             h = h + added
-        angles = self.angles[positions]
         for layer, block in enumerate(self.blocks):
-            h = block(h, angles, visible, condition, cache, layer)
+            h = block(h, self.angles[positions], visible, condition, cache, layer)
         return self.norm(h)
+
+    def embedding(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        return embed(self.token, tokens) + self.position(positions)
 
 
 class LatentPathway(nn.Module):
@@ -201,7 +212,8 @@ class MeanPool(nn.Module):
 class Encoder(nn.Module):
     """q(z^b | xt^b, x0^{<=b}), on the paper's doubled stream [xt ; x0] or on a single stream of (x0, mask bit).
 
-    The single stream holds the same information at half the cost.
+    With `encoder_sees_mask=False` it is q(z^b | x0^{<=b}), the posterior of the all-masked block whatever xt is, so that z
+    means the same at every step: what a z drawn once per block needs.
     """
 
     def __init__(self, config: ModelConfig):
@@ -210,25 +222,48 @@ class Encoder(nn.Module):
         self.trunk = Trunk(config, config.latent.encoder_layers, conditioned=False)
         self.pool = MeanPool()
         self.head = nn.Linear(config.width, 2 * config.latent.dim)
-        if config.latent.encoder_stream == "single":
-            self.mask_bit = nn.Embedding(2, config.width)
-            visible = block_causal(config.length, config.block_size)
-        else:
-            visible = visibility(config.length, config.block_size, own_clean_block=True)
-        self.register_buffer("visible", visible, persistent=False)
+        length, r = config.length, config.block_size
+        self.register_buffer("visible", visibility(length, r, own_clean_block=True), persistent=False)
+        self.register_buffer("block_causal", block_causal(length, r), persistent=False)
+        self.register_buffer("earlier_clean", visibility(length, r, own_clean_block=False), persistent=False)
         self.visible: Tensor
+        self.block_causal: Tensor
+        self.earlier_clean: Tensor
+        if config.latent.encoder_stream == "single" and config.latent.encoder_sees_mask:
+            self.mask_bit = nn.Embedding(2, config.width)
 
     def forward(self, x0: Tensor, mask: Tensor) -> Gaussian:
-        length = self.config.length
-        positions = torch.arange(length, device=x0.device)
-        if self.config.latent.encoder_stream == "single":
-            visible = None if self.config.blocks == 1 else self.visible
-            h = self.trunk(x0, positions, visible, added=self.mask_bit(mask.long()))
-        else:
-            xt = apply_mask(x0, mask, self.config.vocab_size)
-            h = self.trunk(torch.cat([xt, x0], dim=1), positions.repeat(2), self.visible)[:, :length]
-        mean, log_std = self.head(self.pool(h, self.config.blocks)).chunk(2, dim=-1)
+        stream = self.doubled_stream if self.config.latent.encoder_stream == "doubled" else self.single_stream
+        mean, log_std = self.head(self.pool(stream(x0, mask), self.config.blocks)).chunk(2, dim=-1)
         return Gaussian(mean, log_std)
+
+    def doubled_stream(self, x0: Tensor, mask: Tensor) -> Tensor:
+        """[xt ; x0], where the noisy block b sees itself and the clean blocks <= b."""
+        if not self.config.latent.encoder_sees_mask:
+            mask = torch.ones_like(mask)
+        positions = torch.arange(x0.shape[1], device=x0.device)
+        xt = apply_mask(x0, mask, self.config.vocab_size)
+        return self.trunk(torch.cat([xt, x0], dim=1), positions.repeat(2), self.visible)[:, : x0.shape[1]]
+
+    def single_stream(self, x0: Tensor, mask: Tensor) -> Tensor:
+        """x0 alone, block-causal; the mask bits join it.
+
+        With several blocks they join before the last layer only, and there a block sees the earlier ones without their
+        bits: z^b must not depend on the masks of other blocks.
+        """
+        positions = torch.arange(x0.shape[1], device=x0.device)
+        visible = None if self.config.blocks == 1 else self.block_causal
+        if not self.config.latent.encoder_sees_mask:
+            return self.trunk(x0, positions, visible)
+        bits = embed(self.mask_bit, mask.long())
+        if self.config.blocks == 1:
+            return self.trunk(x0, positions, None, added=bits)
+        h, angles = self.trunk.embedding(x0, positions), self.trunk.angles
+        *layers, last = self.trunk.blocks
+        for block in layers:
+            h = block(h, angles, visible, None, None, 0)
+        h = last(torch.cat([h + bits, h], dim=1), angles.repeat(2, 1), self.earlier_clean, None, None, 0)
+        return self.trunk.norm(h[:, : x0.shape[1]])
 
 
 @torch.no_grad()

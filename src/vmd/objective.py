@@ -37,7 +37,8 @@ def objective(
     kl_weight: float | Tensor = 1.0,
     free_bits: float = 0.0,
 ) -> Loss:
-    """Eq. 2 without an encoder; Eq. 5 (one block) and Eq. 7 (blocks) with one.
+    """Eq. 2 without an encoder; Eq. 5 (one block) and Eq. 7 (blocks) with one. Appendix: Eq. 8 is Eq. 2, Eq. 9 and Eq. 11
+    are the braces, Eq. 10 is Eq. 5.
 
     sum_b w_b { sum_{i masked in b} -log p(x0_i | xt^b, x0^{<b}, z^b) + kl_weight * KL(q(z^b | x0, xt) || p(z)) }
 

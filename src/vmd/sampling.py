@@ -123,7 +123,8 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_
 
     logits (..., V), uniforms (...) in [0, 1). A token of probability zero is never drawn.
     """
-    probabilities = (logits.double() / temperature).softmax(-1)
+    logits = logits.double()
+    probabilities = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p < 1:
         probabilities = keep_nucleus(probabilities, top_p)
     cumulative = probabilities.cumsum(-1)
@@ -153,6 +154,7 @@ def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: st
         )
 
 
+@torch.no_grad()
 def sample(
     model: Sampleable,
     prompt: Tensor,
@@ -182,9 +184,11 @@ def sample(
     check_settings(config, steps, order, rule, z, temperature, top_p)
     check_prompt(prompt, config)
     require(generator is None or seeds is None, "generator and seeds: expected one of the two")
+    if seeds is not None:
+        require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
     rows, r, mask_id = len(prompt), config.block_size, config.vocab_size
     noise = Noise(rows, prompt.device, generator, seeds)
-    canvas = torch.where(prompt < 0, mask_id, prompt)
+    canvas = torch.where(prompt < 0, mask_id, prompt.long())
     predictor = model.predictor(rows, cached=cache)
     shape = model.latent_shape(rows)
     latents = None if shape is None else torch.zeros(shape, device=prompt.device)
@@ -199,8 +203,12 @@ def sample(
         if latents is not None and z_noise is not None:
             latents[:, block] = model.prior(latents[:, block]).draw(z_noise[:, 0])
         masked = canvas[:, here] == mask_id
-        if masked.any():
-            for step, count in enumerate(reveal_counts(masked.sum(-1), steps)):
+        needed = bool(masked.any())
+        for step, count in enumerate(reveal_counts(masked.sum(-1), steps)):
+            if not needed:  # nothing to write in any row; the trace still shows the step, with nothing revealed
+                score = torch.full_like(random_order, -torch.inf)
+                revealed = masked
+            else:
                 if z == "fresh" and latents is not None and z_noise is not None:
                     latents[:, block] = model.prior(latents[:, block]).draw(z_noise[:, step])
                 logits = predictor.predict(canvas, block, latents)
@@ -215,8 +223,8 @@ def sample(
                 rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
                 revealed = masked & (rank < count.unsqueeze(-1))
                 canvas[:, here] = torch.where(revealed, tokens, canvas[:, here])
-                if trace:
-                    steps_taken.append(_trace_step(canvas, block, step, here, revealed, score, masked))
+            if trace:
+                steps_taken.append(_trace_step(canvas, block, step, here, revealed, score, masked))
         cache_passes += predictor.commit(canvas, block, latents)
     return Samples(canvas, latents, nfe, cache_passes, steps_taken)
 

@@ -7,19 +7,20 @@ generator's state.
 import json
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vmd.checkpoints import load_newest_checkpoint, save_checkpoint
+from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
 from vmd.ensemble import Ensemble
+from vmd.files import make_folder
 from vmd.masking import Masks, draw_masks
 from vmd.model import VMD
 from vmd.objective import Loss
@@ -90,7 +91,7 @@ def mean_loss(model: VMD | Ensemble, batch: Batch, kl_weight: Tensor, free_bits:
 def clip_gradients(parameters: list[Tensor], largest: float, *, per_model: bool) -> Tensor:
     """Scale the gradients down to the largest norm allowed; an ensemble's models are scaled each by its own norm."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = [g.flatten(1).norm(dim=1) if per_model else g.norm() for g in gradients]
+    norms = [g.reshape(len(g), -1).norm(dim=1) if per_model else g.norm() for g in gradients]
     norm = torch.stack(norms).norm(dim=0)
     if largest > 0:
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
@@ -113,6 +114,21 @@ def make_optimizer(model: VMD | Ensemble, config: TrainingConfig) -> torch.optim
     return torch.optim.AdamW(groups, lr=config.learning_rate, fused=fused)
 
 
+@contextmanager
+def precision(name: str) -> Iterator[None]:
+    """float32 throughout, float32 with TF32 matrix products, or bf16 autocast."""
+    if name == "bf16":
+        with torch.autocast("cuda", torch.bfloat16):
+            yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def train(
     model: VMD | Ensemble,
     data: Dataset,
@@ -123,7 +139,7 @@ def train(
     kl_weights: Tensor | None = None,
     on_step: Callable[[int, dict | None], None] = lambda step, record: None,
 ) -> list[dict]:
-    """Train in place and return the log. With `out`, metrics, checkpoints and the final model are written there.
+    """Algorithms 1 and 3: train in place and return the log. With `out`, metrics, checkpoints and the model go there.
 
     `kl_weights` (M,) gives each model of an ensemble a KL weight of its own. `on_step(done, record)` is called after
     every step; the record is None except when a log line was written.
@@ -134,9 +150,17 @@ def train(
         training.precision == "float32" or device.type == "cuda",
         f"training.precision={training.precision}: expected float32 on {device.type}",
     )
-    autocast = torch.autocast("cuda", torch.bfloat16) if training.precision == "bf16" else nullcontext()
     fixed = parse_positions(config.data.fixed, model.config.length)
     fixed = None if fixed is None else fixed.to(device)
+    require(
+        data.length == model.config.length and data.vocab_size <= model.config.vocab_size,
+        f"data of length {data.length} with {data.vocab_size} symbols: expected length {model.config.length} "
+        f"and at most {model.config.vocab_size} symbols, the model's",
+    )
+    if out is not None:
+        make_folder(out)
+        used = (out / "metrics.jsonl").exists() or bool(checkpoint_files(out))
+        require(resume or not used, f"{out} holds a run: resume it, or train into another folder")
     optimizer = make_optimizer(model, training)
     parameters = dict(model.named_parameters())
     average = {name: p.detach().clone() for name, p in parameters.items()} if training.ema else None
@@ -158,10 +182,10 @@ def train(
         batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, step)
-        with autocast:
+        with precision(training.precision):
             loss = loss_function(model, batch, weights * kl_weight_at(objective, step), objective.free_bits)
-        optimizer.zero_grad(set_to_none=True)
-        loss.total.sum().backward()
+            optimizer.zero_grad(set_to_none=True)
+            loss.total.sum().backward()
         norm = clip_gradients(list(parameters.values()), training.clip, per_model=isinstance(model, Ensemble))
         optimizer.step()
         if average is not None:

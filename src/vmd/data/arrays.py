@@ -1,6 +1,7 @@
 """A user's own data: an .npy array of integers, one fixed-length sequence per row."""
 
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ def load_array(path: str | Path, seed: int = 0) -> ArrayData:
     require(path.is_file(), f"{path}: no such file: expected an .npy array of integers")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError):
+    except (ValueError, OSError, EOFError, SyntaxError, TokenError):  # numpy parses the header as Python
         raise InvalidInput(f"{path}: truncated or not an .npy array of integers") from None
     require(isinstance(tokens, np.ndarray), f"{path}: an archive of arrays: expected one .npy array of integers")
     return ArrayData(tokens, str(path), seed)

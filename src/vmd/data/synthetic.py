@@ -75,7 +75,7 @@ def dependence(p: float, vocab_size: int = 10) -> Law:
     require(0 <= p <= 1, f"dependence-{p}: expected a probability between 0 and 1")
     pairs = torch.tensor(list(itertools.product(range(vocab_size), repeat=2)))
     follows = pairs[:, 1] == (pairs[:, 0] + 1) % vocab_size
-    probabilities = torch.where(follows, p, (1 - p) / (vocab_size - 1)).double() / vocab_size
+    probabilities = torch.where(follows, torch.tensor(p, dtype=torch.float64), (1 - p) / (vocab_size - 1)) / vocab_size
     support = probabilities > 0
     return Law(f"dependence-{p:g}", pairs[support], probabilities[support] / probabilities.sum(), vocab_size)
 

@@ -1,0 +1,5 @@
+"""`python -m vmd`."""
+
+from vmd.cli import main
+
+main()

@@ -1,0 +1,335 @@
+"""The `vmd` command. Nothing here imports torch until a command needs it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vmd.config import InvalidInput, RunConfig, override_all, require, require_choice, to_dict
+
+app = typer.Typer(
+    help="Variational masked diffusion: generate many discrete tokens at once and make them agree.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Settings = Annotated[list[str] | None, typer.Option("--set", help="Override a field: section.field=value. Repeatable.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd train`.")]
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="two-token or four-token.")],
+    quick: Annotated[bool, typer.Option("--quick", help="The same code on a budget for two CPU cores.")] = False,
+    preset: Annotated[str, typer.Option(help="ours, or the settings of the paper.")] = "ours",
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds. [default: 5, with --quick 1]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/NAME]")] = None,
+    device: Device = "auto",
+    settings: Settings = None,
+) -> None:
+    """Train and evaluate a table of the paper; write results.json, table.md and figures."""
+    from vmd.figures import draw_figures
+    from vmd.reproduce import reproduce
+    from vmd.tables import print_table, summary_table
+
+    if seeds is not None:
+        require(1 <= seeds <= 1_000, f"--seeds {seeds}: expected 1 to 1000")
+    suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
+    folder = out or Path("runs") / (name + suffix)
+    results = reproduce(
+        name,
+        out=folder,
+        command=" ".join(["vmd", *sys.argv[1:]]),
+        quick=quick,
+        seeds=None if seeds is None else tuple(range(seeds)),
+        family=preset,
+        device=pick_device(device),
+        overrides=settings or [],
+    )
+    print_table(*summary_table(results), title=f"{name}: accuracy and KL(data || samples), nats")
+    pictures = draw_figures(folder)
+    say(f"KL in nats; printed: the paper's figures; every row and its setting: {folder / 'table.md'}")
+    for picture in pictures:
+        say(f"picture: {picture}")
+
+
+@app.command()
+def train(
+    preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`). [default: array, for your own data]")] = "array",
+    data: Annotated[str | None, typer.Option(help="A named data set or an .npy array of integers (rows, length).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/PRESET]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+    device: Device = "auto",
+    settings: Settings = None,
+) -> None:
+    """Train a model on a preset's data or on your own array."""
+    from dataclasses import replace
+
+    from vmd import presets
+
+    run = override_all(presets.preset(preset), settings or [])
+    if data is not None:
+        run = replace(run, data=replace(run.data, name=data))
+    require(bool(run.data.name), f"preset {preset!r} has no data of its own: give it with --data FILE.npy")
+    folder = out or Path("runs") / preset
+    started_before = (folder / "run.json").exists()
+    require(resume or overwrite or not started_before, f"{folder} holds a run: use --resume, --overwrite or another --out")
+    require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
+    train_run(run, folder, resume, pick_device(device))
+
+
+def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
+    from dataclasses import replace
+
+    from vmd.checkpoints import checkpoint_files
+    from vmd.data import load_data
+    from vmd.data.arrays import parse_positions
+    from vmd.files import make_folder, write_atomically
+    from vmd.model import VMD
+    from vmd.progress import progress_bar
+    from vmd.training import train
+
+    data = load_data(run.data.name, seed=run.training.seed)
+    run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
+    parse_positions(run.data.fixed, data.length)
+    model = VMD(run.model, seed=run.training.seed).to(device)
+    make_folder(folder)
+    if not resume:  # a new run, in a new folder or by --overwrite
+        for old in [*checkpoint_files(folder), folder / "metrics.jsonl"]:
+            old.unlink(missing_ok=True)
+        write_atomically(folder / "run.json", json.dumps(to_dict(run), indent=2))
+    say(describe(model.parameter_counts()))
+    with progress_bar(f"vmd train {run.data.name}", run.training.steps) as update:
+
+        def on_step(done: int, record: dict | None) -> None:
+            text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
+            update(done, text)
+
+        train(model, data, run, out=folder, resume=resume, on_step=on_step)
+    say(f"model: {folder}")
+
+
+@app.command()
+def sample(
+    model: Model,
+    n: Annotated[int, typer.Option("-n", "--n", help="Number of samples.")] = 10,
+    steps: Annotated[int, typer.Option(help="Steps per block.")] = 1,
+    order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "prob",
+    rule: Annotated[str, typer.Option(help="argmax (the paper's) or sample.")] = "argmax",
+    temperature: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
+    z: Annotated[str, typer.Option(help="once per block, or fresh for every step.")] = "once",
+    prompt: Annotated[str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'.")] = None,
+    seed: Annotated[int, typer.Option(help="Sample i uses seed + i, so it is the same in any batch.")] = 0,
+    cache: Annotated[bool, typer.Option(help="Keep keys and values of finished blocks.")] = True,
+    trace: Annotated[bool, typer.Option("--trace", help="Show every step of the first sample.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the tokens as .npy.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Draw samples, or fill the gaps of a prompt. One sample per line."""
+    import torch
+
+    from vmd.model import VMD
+
+    require(n >= 1, f"--n {n}: expected at least 1")
+    require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
+    loaded = VMD.from_pretrained(model, device=pick_device(device))
+    config = loaded.config
+    row = [-1] * config.length if prompt is None else parse_prompt(prompt, config.length, config.vocab_size, config.symbols)
+    if out is not None:
+        check_array_path(out)
+    drawn = loaded.sample(
+        prompt=torch.tensor([row]).repeat(n, 1),
+        steps=steps,
+        order=order,
+        rule=rule,
+        temperature=temperature,
+        top_p=top_p,
+        z=z,
+        cache=cache,
+        seeds=[seed + i for i in range(n)],
+        trace=trace,
+    )
+    for step in drawn.trace:
+        say(f"block {step.block} step {step.step}: {show(step.canvas[0].tolist(), config.symbols, config.vocab_size)}")
+    for tokens in drawn.tokens.tolist():
+        print(show(tokens, config.symbols, config.vocab_size))
+    if out is not None:
+        write_array(out, drawn.tokens)
+    say(
+        f"n {n}, rule {rule}, order {order}, {steps} steps per block, NFE {drawn.nfe}"
+        + (f", {drawn.cache_passes} passes to fill the cache" if drawn.cache_passes else "")
+        + (f", z {z}" if config.has_latent else "")
+    )
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    data: Annotated[str, typer.Option(help="A named data set or an .npy array of integers.")],
+    steps: Annotated[str, typer.Option(help="Steps per block, as in 1,2.")] = "1",
+    order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "prob",
+    z: Annotated[str, typer.Option(help="once or fresh.")] = "once",
+    n: Annotated[int, typer.Option("-n", "--n", help="Samples drawn, and rows scored.")] = 20_000,
+    seed: Annotated[int, typer.Option(help="Seed of masks and samples.")] = 0,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the rows as JSON.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Score a model: the objective on data and, where the law of the data is known, accuracy and KL of samples."""
+    from vmd.data import load_data
+    from vmd.evaluation import evaluate_model
+    from vmd.files import write_atomically
+    from vmd.model import VMD
+    from vmd.tables import print_table
+
+    require(n >= 2, f"--n {n}: expected at least 2")
+    require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
+    counts = []
+    for part in steps.split(","):
+        require(part.strip().isdigit(), f"--steps {steps!r}: expected counts such as 1,2,4")
+        counts.append(int(part))
+    loaded = VMD.from_pretrained(model, device=pick_device(device))
+    rows = evaluate_model(loaded, load_data(data), counts, order=order, z=z, n=n, seed=seed)
+    headers = ["metric", "value", "setting"]
+    lines = [
+        [row["metric"], f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"), row["about"]]
+        for row in rows
+    ]
+    print_table(headers, lines)
+    if json_out is not None:
+        command = " ".join(["vmd", *sys.argv[1:]])
+        write_atomically(json_out, json.dumps({"command": command, "data": data, "rows": rows}, indent=1))
+
+
+@app.command()
+def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's fields.")] = None) -> None:
+    """List the presets, or show one as `--set` would name its fields."""
+    from vmd.presets import all_presets, preset
+
+    if name is None:
+        for key, run in all_presets().items():
+            model = run.model
+            latent = f"latent {model.latent.dim}" if model.has_latent else "no latent"
+            block = f"block {model.block_size}" if model.block_size else "one block"
+            size = f"{model.layers} x {model.width}"
+            training = f"{run.training.steps} steps of {run.training.batch_size}"
+            print(f"{key:28s} {run.data.name or 'your data':16s} {size:8s} {block:10s} {latent:10s} {training}")
+        return
+    for field, value in flat(to_dict(preset(name))):
+        print(f"{field}={value}")
+
+
+@app.command()
+def report(
+    readme: Annotated[Path, typer.Option(help="The file whose marked sections are rewritten.")] = Path("README.md"),
+    results: Annotated[Path, typer.Option(help="The results folder.")] = Path("results"),
+) -> None:
+    """Draw the figures of the results folder and rewrite the README's tables from it."""
+    from vmd.figures import draw_figures
+    from vmd.report import update_readme
+
+    require(results.is_dir(), f"{results}: no such folder: expected results of `vmd reproduce`")
+    for path in sorted(results.glob("*/results.json")):
+        draw_figures(path.parent)
+    say(f"{readme}: {'updated' if update_readme(readme, results) else 'unchanged'}")
+
+
+def flat(values: dict, prefix: str = "") -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        out += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return out
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def pick_device(name: str) -> str:
+    require_choice("--device", name, ("auto", "cpu", "cuda"))
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    require(name != "cuda" or torch.cuda.is_available(), "--device cuda: no GPU found: expected cpu or auto")
+    return name
+
+
+def describe(counts: dict[str, int]) -> str:
+    parts = [f"{name} {count:,}" for name, count in counts.items() if count]
+    return f"parameters: {', '.join(parts)}, total {sum(counts.values()):,}"
+
+
+def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ...]) -> list[int]:
+    """ "3 _ _ 6" or "full _": ids or names, with _ for a gap."""
+    words = text.replace(",", " ").split()
+    require(len(words) == length, f"--prompt {text!r} has {len(words)} tokens: expected {length}, with _ for each gap")
+    row = []
+    for word in words:
+        if word == "_":
+            row.append(-1)
+        elif word in symbols:
+            row.append(symbols.index(word))
+        elif word.isdigit() and not symbols:
+            require(int(word) < vocab_size, f"--prompt: token id {word}: expected 0 to {vocab_size - 1}")
+            row.append(int(word))
+        else:
+            known = f"one of {', '.join(symbols)}" if symbols else f"0 to {vocab_size - 1}"
+            raise InvalidInput(f"--prompt: token {word!r}: expected {known}, or _ for a gap")
+    return row
+
+
+def show(tokens: list[int], symbols: tuple[str, ...], mask_id: int) -> str:
+    return " ".join("_" if t == mask_id else symbols[t] if symbols else str(t) for t in tokens)
+
+
+def check_array_path(path: Path) -> None:
+    require(path.suffix == ".npy", f"--out {path}: expected a path ending in .npy")
+    require(path.parent.is_dir(), f"--out {path}: no such folder {path.parent}")
+
+
+def write_array(path: Path, tokens: Any) -> None:
+    import io
+
+    import numpy as np
+
+    from vmd.files import write_atomically
+
+    buffer = io.BytesIO()
+    np.save(buffer, tokens.cpu().numpy())
+    write_atomically(path, buffer.getvalue())
+
+
+def main() -> None:
+    """Errors of the user are one line and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except InvalidInput as error:
+        say(f"vmd: {error}")
+        code = 2
+    except KeyboardInterrupt:
+        say("vmd: interrupted")
+        code = 130
+    except Exception as error:
+        if type(error).__name__ == "TrainingDiverged":
+            say(f"vmd: {error}")
+            code = 1
+        elif type(error).__name__ == "Abort":
+            say("vmd: interrupted")
+            code = 130
+        elif hasattr(error, "format_message"):  # a usage error of the command line
+            say(f"vmd: {error.format_message()}")
+            code = 2
+        else:
+            raise
+    sys.exit(code or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Writes the README's tables and pictures from the results folder, between its markers. Imports no torch."""
+
+import json
+import re
+from pathlib import Path
+
+from vmd.config import require
+from vmd.files import write_atomically
+from vmd.tables import merged_table, to_markdown
+
+MARKER = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+
+
+def load_results(folder: Path, name: str) -> list[dict]:
+    """The results of a table: ours, and the paper's settings where they have been run."""
+    paths = [folder / name / "results.json", folder / f"{name}-paper" / "results.json"]
+    found = [json.loads(path.read_text()) for path in paths if path.exists()]
+    require(bool(found), f"{paths[0]}: no such results: expected the output of `vmd reproduce {name}`")
+    return found
+
+
+def section(folder: Path, name: str, readme: Path) -> str:
+    """Table, provenance and pictures of one table, as markdown."""
+    runs = load_results(folder, name)
+    text = to_markdown(*merged_table(runs)) + "\n"
+    for run in runs:
+        text += (
+            f"`{run['command']}`: {run['hardware']['name']}, {run['seconds']:.0f} s for everything, "
+            f"{len(run['seeds'])} seeds.\n"
+        )
+    where = (folder / name).resolve().relative_to(readme.resolve().parent)
+    pictures = ["heatmap-non-uniform.png", "four-token.png"]
+    shown = [p for p in pictures if (folder / name / p).exists()]
+    return text + "".join(f"\n![{name}]({where}/{picture})\n" for picture in shown)
+
+
+def update_readme(readme: Path, folder: Path) -> bool:
+    """Replace the text between the markers; True if anything changed."""
+    require(readme.is_file(), f"{readme}: no such file: expected a README with result markers")
+    before = readme.read_text()
+    after = MARKER.sub(lambda m: m.group(1) + section(folder, m.group("name"), readme) + m.group(3), before)
+    if after != before:
+        write_atomically(readme, after)
+    return after != before

@@ -1,0 +1,347 @@
+"""Runs a table of the paper: trains its rows, evaluates them, writes results.json, table.md and figures.
+
+Rows whose models have the same shape are trained together, seeds and data sets side by side, in one batched step.
+"""
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vmd import __version__
+from vmd.config import InvalidInput, RunConfig, override_all, require_choice, require_range, to_dict
+from vmd.data.synthetic import Law, law
+from vmd.ensemble import Ensemble
+from vmd.files import make_folder, write_atomically
+from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
+from vmd.model import VMD
+from vmd.presets import FAMILIES, FOUR_TOKEN, TWO_TOKEN, synthetic
+from vmd.progress import progress_bar
+from vmd.tables import detail_table, summary_table, to_markdown
+from vmd.training import train
+
+# What the paper prints: (system, data, block size, steps per block) -> accuracy in percent, KL in nats.
+PAPER = {
+    ("MDM", "deterministic", 2, 1): (10.18, 2.3),
+    ("MDM", "deterministic", 2, 2): (99.97, 0.001),
+    ("VMD", "deterministic", 2, 1): (93.2, 0.082),
+    ("VMD", "deterministic", 2, 2): (100.0, 0.012),
+    ("MDM", "non-uniform", 2, 1): (11.63, 2.2),
+    ("MDM", "non-uniform", 2, 2): (99.96, 0.023),
+    ("VMD", "non-uniform", 2, 1): (93.04, 0.081),
+    ("VMD", "non-uniform", 2, 2): (99.98, 0.009),
+    ("MDM", "dependence-0.3", 2, 1): (None, 0.155),
+    ("VMD", "dependence-0.3", 2, 1): (None, 0.054),
+    ("MDM", "dependence-0.5", 2, 1): (None, 0.516),
+    ("VMD", "dependence-0.5", 2, 1): (None, 0.062),
+    ("MDM", "dependence-0.7", 2, 1): (None, 1.03),
+    ("VMD", "dependence-0.7", 2, 1): (None, 0.064),
+    ("MDM", "dependence-1", 2, 1): (None, 2.31),
+    ("VMD", "dependence-1", 2, 1): (None, 0.079),
+    ("MDM", "d1", 2, 2): (99.4, 0.007),
+    ("MDM", "d1", 2, 1): (10.1, 2.298),
+    ("MDM", "d1", 4, 4): (99.3, 0.010),
+    ("MDM", "d1", 4, 1): (0.1, 9.422),
+    ("MDM", "d2", 2, 2): (99.3, 0.018),
+    ("MDM", "d2", 2, 1): (1.1, 7.656),
+    ("MDM", "d2", 4, 4): (99.1, 0.015),
+    ("MDM", "d2", 4, 1): (1.1, 7.493),
+    ("VMD", "d1", 2, 2): (100.0, 0.012),
+    ("VMD", "d1", 2, 1): (94.2, 0.068),
+    ("VMD", "d1", 4, 4): (100.0, 0.033),
+    ("VMD", "d1", 4, 1): (87.3, 0.165),
+    ("VMD", "d2", 2, 2): (100.0, 0.018),
+    ("VMD", "d2", 2, 1): (88.6, 0.148),
+    ("VMD", "d2", 4, 4): (100.0, 0.475),
+    ("VMD", "d2", 4, 1): (80.0, 0.268),
+}
+
+TABLES = ("two-token", "four-token")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of a table before its seeds: a system trained on one data set."""
+
+    system: str  # MDM or VMD
+    family: str  # ours or paper
+    run: RunConfig
+
+    @property
+    def data(self) -> str:
+        return self.run.data.name
+
+    @property
+    def block(self) -> int:
+        return self.run.model.block_size
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a run may cost: the full table, or the same code in minutes on two CPU cores."""
+
+    seeds: tuple[int, ...]
+    draws: int  # samples per row
+    z_draws: int  # latents per exact KL
+    settings: tuple[str, ...]  # overrides of the presets
+    data: tuple[str, ...]
+
+
+FULL = {
+    "two-token": Budget((0, 1, 2, 3, 4), 100_000, 100_000, (), TWO_TOKEN),
+    "four-token": Budget((0, 1, 2, 3, 4), 100_000, 100_000, (), FOUR_TOKEN),
+}
+QUICK = {
+    "two-token": Budget(
+        (0,),
+        20_000,
+        20_000,
+        ("training.steps=700", "training.batch_size=256", "training.ema=0.99"),
+        ("deterministic", "non-uniform", "dependence-0.5"),
+    ),
+    "four-token": Budget(
+        (0,), 10_000, 10_000, ("training.steps=700", "training.batch_size=256", "training.ema=0.99"), FOUR_TOKEN
+    ),
+}
+
+
+def cells_of(name: str, data: tuple[str, ...], family: str) -> list[Cell]:
+    blocks = (2,) if name == "two-token" else (2, 4)
+    return [
+        Cell("VMD" if latent else "MDM", family, synthetic(d, block, latent=latent, family=family))
+        for latent in (False, True)
+        for block in blocks
+        for d in data
+    ]
+
+
+class StackedLaws:
+    """A law for each model of an ensemble: batches are (M, B, L)."""
+
+    def __init__(self, laws: list[Law]):
+        self.laws = laws
+        self.length, self.vocab_size, self.symbols = laws[0].length, laws[0].vocab_size, ()
+        pad = torch.nn.utils.rnn.pad_sequence
+        self.sequences = pad([law.sequences for law in laws], batch_first=True)  # (M, S, L)
+        cumulative = [law.probabilities.cumsum(0) / law.probabilities.sum() for law in laws]
+        self.cumulative = pad(cumulative, batch_first=True, padding_value=2.0)  # (M, S)
+        self.last = torch.tensor([[len(law.sequences) - 1] for law in laws])
+
+    def batch(self, step: int, size: int, *, generator: torch.Generator | None = None, device=None) -> Tensor:
+        for name in ("sequences", "cumulative", "last"):
+            setattr(self, name, getattr(self, name).to(device))
+        u = torch.rand(len(self.laws), size, generator=generator, device=device, dtype=torch.float64)
+        index = torch.minimum(torch.searchsorted(self.cumulative, u, right=True), self.last)
+        return self.sequences.gather(1, index.unsqueeze(-1).expand(-1, -1, self.length))
+
+
+def groups_of(cells: list[Cell]) -> list[list[Cell]]:
+    """Cells that can be trained in one batched step: equal but for their data set and KL weight."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        blank = replace(cell.run, objective=replace(cell.run.objective, kl_weight=0.0), data=replace(cell.run.data, name=""))
+        groups.setdefault(json.dumps(to_dict(blank)), []).append(cell)
+    return list(groups.values())
+
+
+def train_group(
+    cells: list[Cell], seeds: tuple[int, ...], device: str, on_step: Callable[[int, dict | None], None]
+) -> list[tuple[Cell, int, VMD]]:
+    members = [(cell, seed) for cell in cells for seed in seeds]
+    laws = [law(cell.data) for cell, _ in members]
+    run = cells[0].run
+    config = run.model.resolved(laws[0].length, laws[0].vocab_size)
+    # The seed is mixed with the member's place, so that no two members of a group start from the same weights.
+    models = [VMD(config, seed=1_000 * seed + place) for place, (_, seed) in enumerate(members)]
+    ensemble = Ensemble(models).to(device)
+    weights = torch.tensor([cell.run.objective.kl_weight for cell, _ in members])
+    run = replace(run, training=replace(run.training, seed=1_000_003 * seeds[0] + run.training.seed))
+    train(ensemble, StackedLaws(laws), run, kl_weights=weights, on_step=on_step)
+    return [(cell, seed, model.to(device).eval()) for (cell, seed), model in zip(members, ensemble.models(), strict=True)]
+
+
+def settings_of(cell: Cell) -> list[dict]:
+    """How a trained cell is sampled. VMD by both rules; MDM by the sample rule, and by argmax once to show it degenerate."""
+    r = cell.block
+    chosen = []
+    for steps in (1, r):
+        if cell.system == "MDM":
+            rules = ("sample", "argmax") if cell.data in ("deterministic", "d1") and steps == 1 else ("sample",)
+            chosen += [{"steps": steps, "rule": rule, "z": "none"} for rule in rules]
+            continue
+        fresh_defined = cell.run.model.latent.on_clean is False or law(cell.data).length == r
+        for z in ("once", "fresh") if steps > 1 and fresh_defined else ("once",):
+            chosen += [{"steps": steps, "rule": rule, "z": z} for rule in ("argmax", "sample")]
+    return chosen
+
+
+def evaluate_cell(cell: Cell, seed: int, model: VMD, budget: Budget) -> tuple[list[dict], dict[str, list]]:
+    """Rows of one trained model, and its one-step tables of pairs for the heat maps."""
+    truth = law(cell.data)
+    blocks = truth.length // cell.block
+    rows, pictures = [], {}
+    generator = torch.Generator(model.device)
+    for setting in settings_of(cell):
+        generator.manual_seed(10_000 + seed)
+        drawn = model.sample(
+            budget.draws,
+            steps=setting["steps"],
+            rule=setting["rule"],
+            order="prob",
+            z="once" if setting["z"] == "none" else setting["z"],
+            generator=generator,
+            batch_size=100_000 if model.device.type == "cuda" else 10_000,
+        )
+        full = {
+            "preset": cell.family,
+            "data": cell.data,
+            "block": cell.block,
+            "steps": setting["steps"],
+            "nfe": drawn.nfe,
+            "order": "prob",
+            "rule": setting["rule"],
+            "z": setting["z"],
+            "n": budget.draws,
+        }
+        if cell.system == "VMD":
+            full["kl_weight"] = cell.run.objective.kl_weight
+        share = empirical(drawn.tokens, truth)
+        if truth.constrains:
+            rows.append(
+                {"system": cell.system, "setting": full, "metric": "accuracy", "value": accuracy(drawn.tokens, truth)}
+            )
+        rows.append({"system": cell.system, "setting": full, "metric": "kl", "value": kl_to(truth, share)})
+        if setting["steps"] == 1 and truth.length == 2:
+            table = torch.zeros(truth.vocab_size, truth.vocab_size, dtype=torch.float64)
+            tokens = drawn.tokens.cpu()
+            table.index_put_((tokens[:, 0], tokens[:, 1]), torch.ones(len(tokens), dtype=torch.float64), accumulate=True)
+            pictures[f"{cell.system} {cell.family} {setting['rule']}"] = (table / len(tokens)).tolist()
+        if setting["steps"] == 1 and setting["rule"] == "sample":
+            z_draws = budget.z_draws if blocks == 1 else budget.z_draws // 10  # for each of ten prefixes
+            probabilities = one_step_probabilities(model, truth.sequences, z_draws, generator=generator)
+            exact = full | {"n": z_draws if cell.system == "VMD" else 1}
+            rows.append(
+                {"system": cell.system, "setting": exact, "metric": "kl_exact", "value": kl_to(truth, probabilities)}
+            )
+    return rows, pictures
+
+
+def aggregate(rows: list[dict]) -> list[dict]:
+    """Mean and standard error over seeds, with the paper's figure beside it."""
+    merged: dict[str, list[dict]] = {}
+    for row in rows:
+        merged.setdefault(json.dumps([row["system"], row["setting"], row["metric"]]), []).append(row)
+    out = []
+    for same in merged.values():
+        values = [row["value"] for row in same]
+        mean = sum(values) / len(values)
+        spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else None
+        setting = same[0]["setting"]
+        printed = PAPER.get((same[0]["system"], setting["data"], setting["block"], setting["steps"]), (None, None))
+        out.append(
+            same[0]
+            | {
+                "value": mean,
+                "stderr": None if spread is None else spread / math.sqrt(len(values)),
+                "values": values,
+                "paper": printed[0 if same[0]["metric"] == "accuracy" else 1],
+            }
+        )
+    return out
+
+
+def hardware(device: str) -> dict:
+    name = torch.cuda.get_device_name() if device == "cuda" else (platform.processor() or platform.machine())
+    return {"device": device, "name": name, "cpu_threads": torch.get_num_threads()}
+
+
+def reproduce(
+    name: str,
+    *,
+    out: Path,
+    command: str,
+    quick: bool = False,
+    seeds: tuple[int, ...] | None = None,
+    family: str = "ours",
+    device: str = "cpu",
+    overrides: list[str] | None = None,
+) -> dict:
+    """Train and evaluate one table; write OUT/results.json, table.md and figures; return the results."""
+    require_choice("NAME", name, TABLES)
+    budget = (QUICK if quick else FULL)[name]
+    if seeds is not None:
+        require_range("--seeds", len(seeds), 1)
+        budget = replace(budget, seeds=seeds)
+    require_choice("--preset", family, FAMILIES)
+    settings = list(budget.settings)
+    if device == "cuda":
+        settings += ["training.compile=true", f"training.precision={'bf16' if family == 'paper' else 'tf32'}"]
+    cells = [
+        replace(cell, run=override_all(cell.run, settings + (overrides or [])))
+        for cell in cells_of(name, budget.data, family)
+    ]
+    for cell in cells:
+        if cell.run.data.name not in budget.data or cell.run.data.fixed:
+            raise InvalidInput("--set data.*: the data of a table is fixed")
+    make_folder(out)
+    started = time.perf_counter()
+    rows: list[dict] = []
+    heatmaps: dict[str, dict] = {}
+    groups = groups_of(cells)
+    total = sum(group[0].run.training.steps for group in groups)
+    done_before = 0
+    with progress_bar(f"vmd reproduce {name}", total) as update:
+        for number, group in enumerate(groups, start=1):
+            label = f"{group[0].system}, block {group[0].block} ({number} of {len(groups)})"
+
+            def on_step(done: int, record: dict | None, label: str = label, before: int = done_before) -> None:
+                update(before + done, "" if record is None else f"{label}: loss {record['total']:.3f} kl {record['kl']:.3f}")
+
+            update(done_before, f"{label}: training")
+            trained = train_group(group, budget.seeds, device, on_step)
+            done_before += group[0].run.training.steps
+            update(done_before, f"{label}: sampling")
+            for cell, seed, model in trained:
+                new_rows, pictures = evaluate_cell(cell, seed, model, budget)
+                rows += new_rows
+                if seed == budget.seeds[0] and pictures:
+                    entry = heatmaps.setdefault(cell.data, {"truth": truth_table(law(cell.data))})
+                    entry |= pictures
+    results = {
+        "name": name,
+        "preset": family,
+        "command": command,
+        "seeds": list(budget.seeds),
+        "hardware": hardware(device),
+        "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "seconds": round(time.perf_counter() - started, 1),
+        "configurations": {f"{c.system} {c.family} {c.data} block {c.block}": to_dict(c.run) for c in cells},
+        "rows": aggregate(rows),
+    }
+    write_atomically(out / "results.json", json.dumps(results, indent=1))
+    if heatmaps:
+        write_atomically(out / "heatmaps.json", json.dumps(heatmaps))
+    write_atomically(out / "table.md", render(results))
+    return results
+
+
+def truth_table(truth: Law) -> list:
+    table = torch.zeros(truth.vocab_size, truth.vocab_size, dtype=torch.float64)
+    table[truth.sequences[:, 0], truth.sequences[:, 1]] = truth.probabilities
+    return table.tolist()
+
+
+def render(results: dict) -> str:
+    """table.md: a summary and every row."""
+    seeds = len(results["seeds"])
+    where = f"{results['hardware']['name']}, {results['seconds']:.0f} s, {seeds} seed{'s' if seeds > 1 else ''}"
+    return (
+        f"# {results['name']}\n\n`{results['command']}` ({where})\n\n{to_markdown(*summary_table(results))}\n"
+        f"## Every row\n\n{to_markdown(*detail_table(results))}"
+    )

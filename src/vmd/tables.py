@@ -1,0 +1,111 @@
+"""Results as tables: one structure (headers, rows of text), shown as markdown or in the terminal. Imports no torch."""
+
+from collections.abc import Sequence
+
+Table = tuple[list[str], list[list[str]]]
+
+DATA_NAMES = {
+    "deterministic": "deterministic",
+    "non-uniform": "non-uniform",
+    "d1": "D1",
+    "d2": "D2",
+}
+
+
+def data_name(data: str) -> str:
+    return DATA_NAMES.get(data, data.replace("dependence-", "p = "))
+
+
+def number(value: float | None, digits: int, stderr: float | None = None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{digits}f}" + ("" if stderr is None else f" ± {stderr:.{digits}f}")
+
+
+def find(rows: list[dict], **wanted) -> dict | None:
+    for row in rows:
+        flat = row["setting"] | {"system": row["system"], "metric": row["metric"]}
+        if all(flat.get(key) == value for key, value in wanted.items()):
+            return row
+    return None
+
+
+def accuracy_and_kl(rows: list[dict], **wanted) -> str:
+    """ "99.5 % · 0.006", without the accuracy where every sequence is valid."""
+    accuracy, kl = find(rows, metric="accuracy", **wanted), find(rows, metric="kl", **wanted)
+    parts = [] if accuracy is None else [f"{accuracy['value']:.2f} %"]
+    return " · ".join(parts if kl is None else [*parts, f"{kl['value']:.3f}"])
+
+
+def printed(rows: list[dict], **wanted) -> str:
+    accuracy, kl = find(rows, metric="accuracy", **wanted), find(rows, metric="kl", **wanted)
+    parts = [f"{accuracy['paper']:g} %"] if accuracy and accuracy["paper"] is not None else []
+    return " · ".join([*parts, f"{kl['paper']:g}"] if kl and kl["paper"] is not None else parts)
+
+
+def summary_table(results: dict) -> Table:
+    """Of one run: see `merged_table`."""
+    return merged_table([results])
+
+
+def merged_table(runs: list[dict]) -> Table:
+    """A row for each data set and number of evaluations; in each cell the accuracy and KL(data || samples) in nats."""
+    rows = [row for run in runs for row in run["rows"]]
+    columns: list[tuple[str, dict]] = [("MDM", {"system": "MDM", "rule": "sample", "preset": runs[0]["preset"]})]
+    for run in sorted(runs, key=lambda run: run["preset"], reverse=True):
+        which = "ours" if run["preset"] == "ours" else "paper's settings"
+        for rule in ("argmax", "sample"):
+            columns.append((f"VMD {which}, {rule}", {"system": "VMD", "rule": rule, "preset": run["preset"], "z": "once"}))
+    headers = ["data", "blocks", "NFE", "MDM, printed", "MDM", "VMD, printed", *(name for name, _ in columns[1:])]
+    lines = []
+    for data, block, steps, nfe in sorted_places(rows):
+        here = {"data": data, "block": block, "steps": steps}
+        cells = [accuracy_and_kl(rows, **here, **wanted) for _, wanted in columns]
+        mdm_printed = printed(rows, **here, system="MDM", rule="sample")
+        vmd_printed = printed(rows, **here, system="VMD", rule="argmax", z="once")
+        lines.append([data_name(data), str(nfe // steps), str(nfe), mdm_printed, cells[0], vmd_printed, *cells[1:]])
+    return headers, lines
+
+
+def sorted_places(rows: list[dict]) -> list[tuple[str, int, int, int]]:
+    """(data, block, steps, nfe) in the order of the paper's tables."""
+    places = {(r["setting"]["data"], r["setting"]["block"], r["setting"]["steps"], r["setting"]["nfe"]) for r in rows}
+    order = list(dict.fromkeys(r["setting"]["data"] for r in rows))
+    return sorted(places, key=lambda p: (order.index(p[0]), p[1], p[2]))
+
+
+def detail_table(results: dict) -> Table:
+    """Every row of the results."""
+    headers = ["system", "preset", "data", "block", "steps", "NFE", "rule", "z", "N", "metric", "value", "printed"]
+    names = {"accuracy": "accuracy, %", "kl": "KL, nats", "kl_exact": "exact KL, nats"}
+    lines = []
+    for row in results["rows"]:
+        s = row["setting"]
+        digits = 2 if row["metric"] == "accuracy" else 4
+        value = number(row["value"], digits, row["stderr"])
+        paper = "" if row["paper"] is None else f"{row['paper']:g}"
+        values = [s["preset"], data_name(s["data"]), s["block"], s["steps"], s["nfe"], s["rule"], s["z"], f"{s['n']:,}"]
+        lines.append([row["system"], *map(str, values), names[row["metric"]], value, paper])
+    return headers, lines
+
+
+def to_markdown(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] * len(headers)
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in (headers, rule, *lines))
+
+
+def print_table(headers: Sequence[str], lines: Sequence[Sequence[str]], title: str = "") -> None:
+    """To stdout, drawn by rich on a terminal and as markdown elsewhere."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console()
+    if not console.is_terminal:
+        print(to_markdown(headers, lines), end="")
+        return
+    table = RichTable(title=title or None)
+    for header in headers:
+        table.add_column(header)
+    for cells in lines:
+        table.add_row(*cells)
+    console.print(table)

@@ -1,0 +1,165 @@
+"""Tiny models, oracles that know a law exactly, and the few statistics the tests need."""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from vmd.config import LatentConfig, ModelConfig
+from vmd.data import Law
+from vmd.model import VMD
+
+NO_LATENT = LatentConfig(kind="none")
+
+
+def latent(stream: str = "single", on_clean: bool = False, dim: int = 3) -> LatentConfig:
+    return LatentConfig(dim=dim, encoder_layers=1, encoder_stream=stream, on_clean=on_clean)
+
+
+def tiny_config(
+    length: int = 4, block_size: int = 2, vocab_size: int = 5, z: LatentConfig = NO_LATENT, **more
+) -> ModelConfig:
+    shape = {"layers": 2, "width": 16, "heads": 2, "mlp_ratio": 2} | more
+    return ModelConfig(vocab_size=vocab_size, length=length, block_size=block_size, latent=z, **shape)
+
+
+def tiny_model(length: int = 4, block_size: int = 2, vocab_size: int = 5, z: LatentConfig = NO_LATENT, seed: int = 0) -> VMD:
+    return VMD(tiny_config(length, block_size, vocab_size, z), seed=seed).eval()
+
+
+def random_tokens(rows: int, length: int, vocab_size: int = 5, seed: int = 0) -> Tensor:
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gaps(rows: int, length: int) -> Tensor:
+    return torch.full((rows, length), -1)
+
+
+def random_law(length: int, vocab_size: int, seed: int = 0) -> Law:
+    """A law of no structure over all V^L sequences."""
+    sequences = torch.tensor(list(itertools.product(range(vocab_size), repeat=length)))
+    weights = torch.rand(len(sequences), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3 + 0.02
+    return Law("random", sequences, weights / weights.sum(), vocab_size)
+
+
+def all_sequences(length: int, vocab_size: int) -> Tensor:
+    return torch.tensor(list(itertools.product(range(vocab_size), repeat=length)))
+
+
+def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
+    """The p-value of Pearson's test that the counts were drawn from the probabilities."""
+    expected = probabilities.double() * counts.sum()
+    assert bool((counts[expected == 0] == 0).all()), "an impossible outcome was drawn"
+    kept = expected > 0
+    statistic = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    degrees = torch.tensor((int(kept.sum()) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees, statistic.double() / 2))
+
+
+def sequence_counts(tokens: Tensor, law: Law) -> Tensor:
+    """How often each sequence of the law was drawn; fails if some other sequence was."""
+    hits = (tokens.unsqueeze(1) == law.sequences).all(-1)
+    assert bool(hits.any(-1).all()), "a sequence outside the support was drawn"
+    return hits.sum(0)
+
+
+def conditionals(law: Law, canvas: Tensor) -> Tensor:
+    """(B, L, V): the exact law of each position given the tokens of the canvas; V stands for a masked one."""
+    hidden = canvas.unsqueeze(1) == law.vocab_size
+    agrees = (hidden | (canvas.unsqueeze(1) == law.sequences)).all(-1)  # (B, S)
+    weights = agrees * law.probabilities
+    weights = weights / weights.sum(-1, keepdim=True)
+    one_hot = torch.nn.functional.one_hot(law.sequences, law.vocab_size).double()
+    return torch.einsum("bs,slv->blv", weights, one_hot)
+
+
+def exact_denoiser(law: Law, block_size: int):
+    """A `Denoise` callable: block b from the law's own conditionals given xt^b and x0^{<b}."""
+
+    def denoise(xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
+        parts = []
+        for start in range(0, law.length, block_size):
+            stop = start + block_size
+            hidden = torch.full_like(x0[:, stop:], law.vocab_size)
+            canvas = torch.cat([x0[:, :start], xt[:, start:stop], hidden], dim=1)
+            parts.append(conditionals(law, canvas)[:, start:stop])
+        return torch.cat(parts, dim=1).log()
+
+    return denoise
+
+
+class LawOracle:
+    """What the sampler needs of a model, answering with a law's exact conditionals; counts its evaluations."""
+
+    def __init__(self, law: Law, block_size: int):
+        self.law, self.calls = law, []
+        self.config = tiny_config(law.length, block_size, law.vocab_size)
+
+    def latent_shape(self, batch: int):
+        return None
+
+    def prior(self, like: Tensor):
+        raise AssertionError("this oracle has no latent")
+
+    def predictor(self, batch: int, *, cached: bool = True):
+        return self
+
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
+        self.calls.append(block)
+        r = self.config.block_size
+        return conditionals(self.law, canvas)[:, block * r : (block + 1) * r].log()
+
+    def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int:
+        return 0
+
+
+class UniformIndex:
+    """A prior whose draws are sequence numbers 0..count-1, made uniform from the sampler's normal noise."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def draw(self, noise: Tensor) -> Tensor:
+        return (torch.special.ndtr(noise.double()) * self.count).floor().clamp(max=self.count - 1).float()
+
+
+class LatentOracle(LawOracle):
+    """z selects the whole sequence of a uniform law, so that given z all tokens are certain."""
+
+    def __init__(self, law: Law, block_size: int):
+        super().__init__(law, block_size)
+        self.config = tiny_config(law.length, block_size, law.vocab_size, latent(dim=1))
+        self.seen = []
+
+    def latent_shape(self, batch: int):
+        return (batch, self.config.blocks, 1)
+
+    def prior(self, like: Tensor) -> UniformIndex:
+        return UniformIndex(len(self.law.sequences))
+
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
+        assert z is not None
+        self.calls.append(block)
+        self.seen.append(z.clone())
+        r = self.config.block_size
+        chosen = self.law.sequences[z[:, block, 0].long()][:, block * r : (block + 1) * r]
+        return torch.nn.functional.one_hot(chosen, self.law.vocab_size).double().log()
+
+
+class FixedLogits(LawOracle):
+    """Predicts the same logits (L, V) whatever the canvas holds."""
+
+    def __init__(self, logits: Tensor, block_size: int | None = None):
+        length, vocab_size = logits.shape
+        self.logits, self.calls = logits, []
+        self.config = tiny_config(length, block_size or length, vocab_size)
+
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
+        self.calls.append(block)
+        r = self.config.block_size
+        return self.logits[block * r : (block + 1) * r].expand(len(canvas), -1, -1)
+
+
+def close(a: float, b: float, tolerance: float = 1e-9) -> bool:
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)

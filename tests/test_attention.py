@@ -1,0 +1,89 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vmd.attention import SHORT, KVCache, attend, attend_short, block_causal, visibility
+
+
+def sees(query: int, key: int, length: int, r: int, own_clean_block: bool) -> bool:
+    """The definition, one pair at a time: positions 0..L-1 are noisy, L..2L-1 clean."""
+    query_clean, key_clean = query >= length, key >= length
+    query_block, key_block = query % length // r, key % length // r
+    if query_clean:
+        return key_clean and key_block <= query_block
+    if not key_clean:
+        return key_block == query_block
+    return key_block < query_block or (own_clean_block and key_block == query_block)
+
+
+@pytest.mark.parametrize("own_clean_block", [False, True])
+@pytest.mark.parametrize(("length", "r"), [(1, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3), (12, 4)])
+def test_visibility_is_its_definition(length, r, own_clean_block):
+    expected = [[sees(q, k, length, r, own_clean_block) for k in range(2 * length)] for q in range(2 * length)]
+    assert visibility(length, r, own_clean_block=own_clean_block).tolist() == expected
+
+
+@pytest.mark.parametrize(("length", "r"), [(4, 1), (4, 2), (4, 4), (6, 3)])
+def test_block_causal_sees_this_block_and_earlier_ones(length, r):
+    assert block_causal(length, r).tolist() == [[k // r <= q // r for k in range(length)] for q in range(length)]
+
+
+def queries_keys_values(tq: int, tk: int, generator):
+    return (torch.randn(2, 3, t, 4, generator=generator) for t in (tq, tk, tk))
+
+
+@pytest.mark.parametrize(("tq", "tk"), [(1, 1), (2, 2), (3, 5), (8, 8)])
+def test_short_attention_equals_the_kernel(generator, tq, tk):
+    q, k, v = queries_keys_values(tq, tk, generator)
+    torch.testing.assert_close(attend_short(q, k, v, None), F.scaled_dot_product_attention(q, k, v), atol=1e-6, rtol=1e-5)
+
+
+def test_masked_short_attention_equals_the_kernel(generator):
+    q, k, v = queries_keys_values(8, 8, generator)
+    visible = visibility(4, 2, own_clean_block=False)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    torch.testing.assert_close(attend_short(q, k, v, visible), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [SHORT, SHORT + 1])
+def test_attend_is_softmax_attention_on_both_sides_of_its_threshold(generator, keys):
+    q, k, v = queries_keys_values(5, keys, generator)
+    expected = (q @ k.transpose(-1, -2) / 2).softmax(-1) @ v  # head dimension 4
+    torch.testing.assert_close(attend(q, k, v, None), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_what_is_not_visible_has_no_influence(generator):
+    q, k, v = queries_keys_values(3, 3, generator)
+    visible = torch.tensor([[True, False, True]]).expand(3, 3)
+    before = attend(q, k, v, visible)
+    k[:, :, 1], v[:, :, 1] = 50.0, 50.0
+    assert torch.equal(attend(q, k, v, visible), before)
+
+
+def test_an_update_without_advance_is_forgotten(generator):
+    cache = KVCache(2, 1, 1, 6, 4)
+    kept, passing, after = (torch.randn(1, 1, 2, 4, generator=generator) for _ in range(3))
+    cache.update(0, kept, kept + 1)
+    cache.advance(2)
+    cache.update(0, passing, passing)  # a denoising pass: read, not kept
+    keys, values = cache.update(0, after, after + 1)
+    assert torch.equal(keys, torch.cat([kept, after], dim=2))
+    assert torch.equal(values, torch.cat([kept, after], dim=2) + 1)
+
+
+def test_an_advanced_update_stays(generator):
+    cache = KVCache(1, 1, 1, 6, 4)
+    parts = [torch.randn(1, 1, 2, 4, generator=generator) for _ in range(3)]
+    for part in parts:
+        keys, values = cache.update(0, part, 2 * part)
+        cache.advance(2)
+    assert torch.equal(keys, torch.cat(parts, dim=2))
+    assert torch.equal(values, 2 * torch.cat(parts, dim=2))
+
+
+def test_layers_have_caches_of_their_own(generator):
+    cache = KVCache(2, 1, 1, 2, 4)
+    first, second = (torch.randn(1, 1, 2, 4, generator=generator) for _ in range(2))
+    keys, _ = cache.update(0, first, first)
+    cache.update(1, second, second)
+    assert torch.equal(keys, first)

@@ -1,0 +1,188 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import chi_square_p, random_tokens
+from vmd.masking import all_masks, apply_mask, draw_masks, stratified_uniforms
+
+KINDS = ("counts", "times")
+
+
+@st.composite
+def masking_problems(draw):
+    rows, blocks, r = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    fixed = draw(st.none() | st.lists(st.booleans(), min_size=rows * blocks * r, max_size=rows * blocks * r))
+    fixed = None if fixed is None else torch.tensor(fixed).view(rows, blocks * r)
+    return random_tokens(rows, blocks * r), r, fixed, draw(st.integers(0, 2**31))
+
+
+def draw_with(problem, kind="counts"):
+    x0, r, fixed, seed = problem
+    return draw_masks(x0, r, kind=kind, fixed=fixed, generator=torch.Generator().manual_seed(seed))
+
+
+@given(masking_problems(), st.sampled_from(KINDS))
+def test_fixed_tokens_are_never_masked(problem, kind):
+    x0, r, fixed, _ = problem
+    masks = draw_with(problem, kind)
+    assert masks.mask.shape == x0.shape
+    assert masks.mask.dtype == torch.bool
+    assert masks.weight.shape == (len(x0), x0.shape[1] // r)
+    if fixed is not None:
+        assert not (masks.mask & fixed).any()
+
+
+@given(masking_problems())
+def test_counts_are_between_one_and_the_maskable_tokens_and_weigh_m_over_k(problem):
+    x0, r, fixed, _ = problem
+    masks = draw_with(problem)
+    free = torch.ones_like(x0, dtype=torch.bool) if fixed is None else ~fixed
+    m, k = free.unflatten(1, (-1, r)).sum(-1), masks.mask.unflatten(1, (-1, r)).sum(-1)
+    assert ((k >= 1) & (k <= m))[m > 0].all()
+    assert (k[m == 0] == 0).all()
+    assert (masks.weight[m == 0] == 0).all()
+    torch.testing.assert_close(masks.weight[m > 0], (m / k)[m > 0].float())
+
+
+@given(masking_problems(), st.sampled_from(KINDS))
+def test_a_block_without_masks_weighs_nothing_and_every_other_something(problem, kind):
+    _, r, _, _ = problem
+    masks = draw_with(problem, kind)
+    assert ((masks.weight > 0) == masks.mask.unflatten(1, (-1, r)).any(-1)).all()
+    assert masks.weight.isfinite().all()
+
+
+@given(masking_problems(), st.sampled_from(KINDS))
+def test_the_same_seed_gives_the_same_masks(problem, kind):
+    first, second = draw_with(problem, kind), draw_with(problem, kind)
+    assert torch.equal(first.mask, second.mask)
+    assert torch.equal(first.weight, second.weight)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_seed_gives_other_masks(kind):
+    x0 = random_tokens(32, 8)
+    first, second = (draw_masks(x0, 4, kind=kind, generator=torch.Generator().manual_seed(s)).mask for s in (1, 2))
+    assert not torch.equal(first, second)
+
+
+def test_one_row_of_fixed_positions_holds_for_all_rows(generator):
+    fixed = torch.tensor([True, False, False, True])
+    masks = draw_masks(random_tokens(50, 4), 2, fixed=fixed, generator=generator)
+    assert not masks.mask[:, fixed].any()
+    assert masks.mask[:, ~fixed].all()  # one maskable token in each block
+    assert (masks.weight == 1).all()
+
+
+def test_one_token_blocks_are_always_masked_with_weight_one(generator):
+    masks = draw_masks(random_tokens(20, 5), 1, generator=generator)
+    assert masks.mask.all()
+    assert (masks.weight == 1).all()
+
+
+def test_the_count_of_every_row_and_block_is_uniform():
+    rows, blocks, r, repeats = 3, 2, 4, 1500
+    generator = torch.Generator().manual_seed(5)
+    x0 = random_tokens(rows, blocks * r)
+    drawn = [draw_masks(x0, r, generator=generator).mask.view(rows, blocks, r).sum(-1) for _ in range(repeats)]
+    counts = torch.stack(drawn)
+    for row, block in itertools.product(range(rows), range(blocks)):
+        seen = torch.bincount(counts[:, row, block], minlength=r + 1)
+        assert seen[0] == 0
+        assert chi_square_p(seen[1:], torch.full((r,), 1 / r)) > 1e-4
+
+
+def test_the_count_is_uniform_over_the_maskable_tokens_of_a_row(generator):
+    fixed = torch.tensor([[True, False, False, False]])
+    masks = draw_masks(random_tokens(3000, 4), 4, fixed=fixed, generator=generator)
+    seen = torch.bincount(masks.mask.sum(-1), minlength=5)
+    assert seen.tolist() == [0, 1000, 1000, 1000, 0]  # stratified: even, not only on average
+
+
+def test_counts_are_stratified_over_a_batch(generator):
+    masks = draw_masks(random_tokens(50, 8), 4, generator=generator)
+    seen = torch.bincount(masks.mask.view(100, 4).sum(-1), minlength=5)
+    assert seen.tolist() == [0, 25, 25, 25, 25]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_given_its_size_every_subset_is_as_likely(generator, k):
+    mask = draw_masks(random_tokens(8000, 4), 4, generator=generator).mask
+    of_size = mask[mask.sum(-1) == k]
+    subsets = torch.tensor([s for s in itertools.product([False, True], repeat=4) if sum(s) == k])
+    seen = (of_size.unsqueeze(1) == subsets).all(-1).sum(0)
+    assert seen.sum() == len(of_size)
+    assert chi_square_p(seen, torch.full((len(subsets),), 1 / len(subsets))) > 1e-4
+
+
+def test_all_masks_holds_every_non_empty_mask_once():
+    masks, coefficients = all_masks(4)
+    assert len({tuple(m) for m in masks.tolist()}) == 15
+    assert masks.any(-1).all()
+    assert coefficients.dtype == torch.float64
+
+
+@pytest.mark.parametrize("r", [1, 2, 3, 5])
+def test_all_masks_coefficients_are_the_integral_over_time(r):
+    masks, coefficients = all_masks(r)
+    t = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+    for mask, coefficient in zip(masks, coefficients.tolist(), strict=True):
+        k = int(mask.sum())
+        assert math.isclose(coefficient, float((t ** (k - 1) * (1 - t) ** (r - k)).mean()), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("counts", {}), ("times", {"t_min": 1e-4})])
+@pytest.mark.parametrize("given_tokens", [0, 1])
+def test_both_kinds_estimate_the_enumerated_expectation(generator, kind, options, given_tokens):
+    """On an arbitrary function of the mask, with and without a fixed token."""
+    r, rows = 4, 200_000
+    m = r - given_tokens
+    patterns, coefficients = all_masks(m)
+    worth = torch.randn(2**m, generator=generator, dtype=torch.float64) + 1
+    powers = 2 ** torch.arange(m)
+    exact = float((coefficients * worth[(patterns * powers).sum(-1)]).sum())
+    fixed = torch.arange(r) < given_tokens
+    masks = draw_masks(torch.zeros(rows, r, dtype=torch.long), r, kind=kind, fixed=fixed, generator=generator, **options)
+    values = masks.weight[:, 0].double() * worth[(masks.mask[:, given_tokens:] * powers).sum(-1)]
+    error = float(values.std()) / rows**0.5
+    assert abs(float(values.mean()) - exact) < 4 * error
+    assert 4 * error < 0.1 * abs(exact)  # the test has power
+
+
+def test_times_masks_tokens_independently_with_probability_t():
+    """Marginally over t ~ U(0, 1] each token is masked half of the time, two tokens a third of the time."""
+    masks = draw_masks(torch.zeros(60_000, 2, dtype=torch.long), 2, kind="times", t_min=0.0).mask.double()
+    assert abs(float(masks[:, 0].mean()) - 1 / 2) < 0.01
+    assert abs(float(masks.prod(-1).mean()) - 1 / 3) < 0.01
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="neither"):
+        draw_masks(random_tokens(1, 2), 2, kind="neither")
+
+
+def test_apply_mask_hides_the_masked_tokens_and_no_other():
+    x0, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[True, False, True]])
+    assert apply_mask(x0, mask, 9).tolist() == [[9, 2, 9]]
+
+
+@given(st.integers(1, 200), st.integers(0, 2**31))
+def test_strata_hold_one_number_each_at_one_shared_offset(count, seed):
+    u = stratified_uniforms(count, generator=torch.Generator().manual_seed(seed))
+    assert u.dtype == torch.float64
+    assert ((u >= 0) & (u < 1)).all()
+    offsets = u.sort().values * count - torch.arange(count)
+    assert ((offsets > -1e-9) & (offsets < 1)).all()
+    torch.testing.assert_close(offsets, offsets[:1].expand(count), atol=1e-9, rtol=0)
+
+
+def test_each_stratified_number_is_uniform_and_not_tied_to_its_row(generator):
+    count, repeats = 5, 4000
+    u = torch.stack([stratified_uniforms(count, generator=generator) for _ in range(repeats)])
+    for row in range(count):
+        seen = torch.histc(u[:, row].float(), bins=20, min=0, max=1)
+        assert chi_square_p(seen, torch.full((20,), 1 / 20)) > 1e-4

@@ -1,0 +1,302 @@
+"""What the networks see, tested by changing one input and looking for the change at the outputs."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import NO_LATENT, latent, random_tokens, tiny_config, tiny_model
+from vmd.masking import apply_mask, draw_masks
+from vmd.model import VMD
+from vmd.network import embed, init_weights, rotate
+
+V = 5
+SHAPES = [(4, 1), (4, 2), (6, 2), (9, 3), (4, 4)]  # both attention paths, and one block
+STREAMS = ("single", "doubled")
+LATENTS = [NO_LATENT, latent(), latent(on_clean=True), latent("doubled"), latent("doubled", on_clean=True)]
+LATENT_NAMES = ["none", "single", "single-clean", "doubled", "doubled-clean"]
+
+shapes = pytest.mark.parametrize(("length", "r"), SHAPES)
+several_blocks = pytest.mark.parametrize(("length", "r"), [s for s in SHAPES if s[0] > s[1]])
+streams = pytest.mark.parametrize("stream", STREAMS)
+on_clean = pytest.mark.parametrize("on_clean", [False, True])
+all_latents = pytest.mark.parametrize("z_config", LATENTS, ids=LATENT_NAMES)
+
+
+def inputs(length: int, r: int, dim: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """x0, a mask with a hidden and (r > 1) an open token in each block, and z."""
+    x0 = random_tokens(2, length)
+    mask = torch.arange(length).remainder(r).eq(0).expand(2, -1)
+    return x0, mask, torch.randn(2, length // r, dim, generator=torch.Generator().manual_seed(3))
+
+
+def other(tokens: Tensor) -> Tensor:
+    """Different tokens everywhere."""
+    return (tokens + 1) % V
+
+
+def block_slice(block: int, r: int) -> slice:
+    return slice(block * r, (block + 1) * r)
+
+
+def changed(before: Tensor, after: Tensor) -> bool:
+    return float((before - after).abs().max()) > 1e-5
+
+
+def same(before: Tensor, after: Tensor) -> bool:
+    return float((before - after).abs().max()) < 1e-6
+
+
+@torch.no_grad()
+def logits_of(model, xt, x0, z):
+    return model.denoise(xt, x0, z if model.config.has_latent else None)
+
+
+@shapes
+@all_latents
+def test_decoder_never_sees_its_own_clean_block_nor_later_ones(length, r, z_config):
+    model = tiny_model(length, r, z=z_config)
+    x0, mask, z = inputs(length, r)
+    xt = apply_mask(x0, mask, V)
+    before = logits_of(model, xt, x0, z)
+    for block in range(length // r):
+        perturbed = x0.clone()
+        perturbed[:, block * r :] = other(x0)[:, block * r :]
+        after = logits_of(model, xt, perturbed, z)
+        assert same(before[:, : (block + 1) * r], after[:, : (block + 1) * r])
+
+
+@several_blocks
+@all_latents
+def test_decoder_sees_every_earlier_clean_block(length, r, z_config):
+    model = tiny_model(length, r, z=z_config)
+    x0, mask, z = inputs(length, r)
+    xt = apply_mask(x0, mask, V)
+    before = logits_of(model, xt, x0, z)
+    for earlier in range(length // r - 1):
+        perturbed = x0.clone()
+        perturbed[:, block_slice(earlier, r)] = other(x0)[:, block_slice(earlier, r)]
+        after = logits_of(model, xt, perturbed, z)
+        for block in range(earlier + 1, length // r):
+            assert changed(before[:, block_slice(block, r)], after[:, block_slice(block, r)])
+
+
+@shapes
+@all_latents
+def test_decoder_sees_its_own_noisy_block_and_no_other(length, r, z_config):
+    model = tiny_model(length, r, z=z_config)
+    x0, mask, z = inputs(length, r)
+    xt = apply_mask(x0, mask, V)
+    before = logits_of(model, xt, x0, z)
+    for block in range(length // r):
+        here = block_slice(block, r)
+        perturbed = xt.clone()
+        perturbed[:, here] = torch.where(mask, x0, V)[:, here]
+        difference = (logits_of(model, perturbed, x0, z) - before).abs().amax((0, 2)).view(-1, r).amax(-1)
+        assert difference[block] > 1e-5
+        assert difference[torch.arange(length // r) != block].le(1e-6).all()
+
+
+@several_blocks
+@streams
+@on_clean
+def test_z_reaches_its_own_block_and_later_ones_only_through_the_clean_stream(length, r, stream, on_clean):
+    model = tiny_model(length, r, z=latent(stream, on_clean))
+    x0, mask, z = inputs(length, r)
+    xt = apply_mask(x0, mask, V)
+    before = logits_of(model, xt, x0, z)
+    for block in range(length // r):
+        perturbed = z.clone()
+        perturbed[:, block] += 1
+        difference = (logits_of(model, xt, x0, perturbed) - before).abs().amax((0, 2)).view(-1, r).amax(-1)
+        assert difference[:block].le(1e-6).all()
+        assert difference[block] > 1e-5
+        if on_clean:
+            assert difference[block + 1 :].gt(1e-5).all()
+        else:
+            assert difference[block + 1 :].le(1e-6).all()
+
+
+@shapes
+@streams
+def test_posterior_sees_clean_blocks_up_to_its_own_and_none_later(length, r, stream):
+    model = tiny_model(length, r, z=latent(stream))
+    x0, mask, _ = inputs(length, r)
+    with torch.no_grad():
+        before = torch.cat(model.encode(x0, mask), dim=-1)
+        for block in range(length // r):
+            perturbed = x0.clone()
+            perturbed[:, block_slice(block, r)] = other(x0)[:, block_slice(block, r)]
+            difference = (torch.cat(model.encode(perturbed, mask), dim=-1) - before).abs().amax((0, 2))
+            assert difference[:block].le(1e-6).all()
+            assert difference[block:].gt(1e-5).all()
+
+
+@shapes
+@streams
+def test_posterior_sees_the_mask_of_its_own_block(length, r, stream):
+    model = tiny_model(length, r, z=latent(stream))
+    x0, mask, _ = inputs(length, r)
+    with torch.no_grad():
+        before = torch.cat(model.encode(x0, mask), dim=-1)
+        for block in range(length // r):
+            flipped = mask.clone()
+            flipped[:, block_slice(block, r)] = ~mask[:, block_slice(block, r)]
+            after = torch.cat(model.encode(x0, flipped), dim=-1)
+            assert changed(before[:, block], after[:, block])
+
+
+@several_blocks
+@streams
+def test_posterior_sees_no_other_blocks_mask(length, r, stream):
+    """q(z^b | xt^b, x0^{<=b}): the loss of a block may not depend on what is masked in another."""
+    model = tiny_model(length, r, z=latent(stream))
+    x0, mask, _ = inputs(length, r)
+    with torch.no_grad():
+        before = torch.cat(model.encode(x0, mask), dim=-1)
+        for block in range(length // r):
+            flipped = mask.clone()
+            flipped[:, block_slice(block, r)] = ~mask[:, block_slice(block, r)]
+            after = torch.cat(model.encode(x0, flipped), dim=-1)
+            others = torch.arange(length // r) != block
+            assert same(before[:, others], after[:, others])
+
+
+@shapes
+@streams
+def test_an_encoder_that_sees_no_mask_gives_one_posterior_for_all_masks(length, r, stream):
+    model = tiny_model(length, r, z=dataclasses.replace(latent(stream), encoder_sees_mask=False))
+    x0, mask, _ = inputs(length, r)
+    with torch.no_grad():
+        expected = torch.cat(model.encode(x0, torch.ones_like(mask)), dim=-1)
+        for shown in (mask, ~mask, torch.zeros_like(mask)):
+            assert torch.equal(torch.cat(model.encode(x0, shown), dim=-1), expected)
+
+
+@shapes
+def test_on_the_doubled_stream_that_is_the_posterior_of_the_all_masked_block(length, r):
+    blind = dataclasses.replace(latent("doubled"), encoder_sees_mask=False)
+    seeing, unseeing = tiny_model(length, r, z=latent("doubled")), tiny_model(length, r, z=blind)
+    x0, mask, _ = inputs(length, r)
+    with torch.no_grad():
+        expected = torch.cat(seeing.encode(x0, torch.ones_like(mask)), dim=-1)
+        assert same(torch.cat(unseeing.encode(x0, mask), dim=-1), expected)
+
+
+@pytest.mark.parametrize("rows", [2, 6, 64, 65, 200])
+def test_embedding_is_the_look_up_for_small_and_large_tables(rows):
+    table = torch.nn.Embedding(rows, 4)
+    tokens = torch.randint(rows, (3, 5), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(embed(table, tokens), table(tokens))
+    weights = torch.randn(3, 5, 4)
+    by_embed, by_table = (
+        torch.autograd.grad((f * weights).sum(), table.weight)[0] for f in (embed(table, tokens), table(tokens))
+    )
+    torch.testing.assert_close(by_embed, by_table)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 100])
+def test_tokens_outside_the_vocabulary_are_not_read_as_nothing(vocab_size):
+    model = tiny_model(4, 2, vocab_size)
+    x0 = torch.full((1, 4), vocab_size + 1)  # [MASK] is vocab_size
+    with pytest.raises((IndexError, RuntimeError, ValueError)):
+        model.denoise(x0, x0)
+
+
+def tokens_entering_trunk(model, run) -> list[int]:
+    lengths = []
+    hook = model.decoder.trunk.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    with torch.no_grad():
+        run()
+    hook.remove()
+    return lengths
+
+
+@pytest.mark.parametrize("z_config", [NO_LATENT, latent(), latent(on_clean=True)], ids=["none", "latent", "clean"])
+@pytest.mark.parametrize(("r", "expected"), [(6, 6), (3, 12), (1, 12)])
+def test_one_block_runs_on_the_noisy_tokens_alone(r, expected, z_config):
+    model = tiny_model(6, r, z=z_config)
+    x0, mask, z = inputs(6, r)
+    xt = apply_mask(x0, mask, V)
+    assert tokens_entering_trunk(model, lambda: logits_of(model, xt, x0, z)) == [expected]
+
+
+def test_a_cached_pass_runs_on_one_block():
+    model = tiny_model(6, 2, z=latent())
+    lengths = tokens_entering_trunk(model, lambda: model.sample(2, steps=2))
+    assert lengths == [2] * (3 * 2 + 2)  # two steps for each block, and two finished blocks that fill the cache
+
+
+@all_latents
+@pytest.mark.parametrize("r", [2, 4])
+def test_positions_of_an_all_masked_block_differ(r, z_config):
+    model = tiny_model(4, r, z=z_config)
+    x0, _, z = inputs(4, r)
+    logits = logits_of(model, torch.full_like(x0, V), x0, z)
+    assert changed(logits[:, 0], logits[:, 1])
+
+
+def test_without_modulation_a_latent_model_is_the_model_without_latent():
+    """The backbone is the same network: with the pathway silenced, the same weights give the same logits."""
+    plain, with_z = tiny_model(6, 2), tiny_model(6, 2, z=latent(), seed=1)
+    state = with_z.state_dict() | plain.state_dict()
+    with_z.load_state_dict({name: torch.zeros_like(t) if "embed" in name else t for name, t in state.items()})
+    x0, mask, z = inputs(6, 2)
+    xt = apply_mask(x0, mask, V)
+    torch.testing.assert_close(logits_of(with_z, xt, x0, z), logits_of(plain, xt, x0, None), atol=1e-6, rtol=1e-5)
+
+
+def test_rotation_preserves_lengths_and_depends_on_distances_alone(generator):
+    q, k = torch.randn(2, 1, 1, 1, 6, generator=generator, dtype=torch.float64)
+    frequencies = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
+
+    def product(i: int, j: int) -> float:
+        return float((rotate(q, i * frequencies.unsqueeze(0)) * rotate(k, j * frequencies.unsqueeze(0))).sum())
+
+    turned = rotate(q, 5 * frequencies.unsqueeze(0))
+    torch.testing.assert_close(turned.norm(), q.norm())
+    assert abs(product(2, 5) - product(7, 10)) < 1e-12
+    assert abs(product(2, 5) - product(2, 6)) > 1e-6
+
+
+@pytest.mark.parametrize("z_config", [NO_LATENT, latent(), latent("doubled")], ids=["none", "single", "doubled"])
+def test_initial_weights_are_a_function_of_the_seed(z_config):
+    one, again, two = (tiny_model(4, 2, z=z_config, seed=s) for s in (1, 1, 2))
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name])
+        if "norm" not in name and not name.endswith("scale"):
+            assert not torch.equal(tensor, two.state_dict()[name])
+
+
+def test_every_initial_value_comes_from_the_given_generator():
+    """No weight is left at a value drawn from the global generator."""
+    torch.manual_seed(1)
+    one = tiny_model(4, 2, z=latent())
+    torch.manual_seed(2)
+    two = tiny_model(4, 2, z=latent())
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+def test_residual_outputs_start_smaller_with_depth():
+    shallow, deep = (VMD(tiny_config(layers=layers)).decoder.trunk.blocks[0].mlp_out.weight.detach() for layers in (1, 4))
+    assert abs(float(shallow.abs().max() / deep.abs().max()) - 2) < 0.2
+
+
+def test_init_weights_works_on_a_part_without_trunk(generator):
+    linear = torch.nn.Linear(4, 4)
+    init_weights(linear, generator)
+    assert float(linear.weight.detach().abs().max()) <= 0.5
+
+
+@pytest.mark.parametrize(("length", "r"), [(4, 1), (4, 2), (4, 4)])
+@all_latents
+def test_every_parameter_gets_a_gradient(length, r, z_config):
+    model = tiny_model(length, r, z=z_config)
+    x0 = random_tokens(16, length)
+    masks = draw_masks(x0, r, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(16, length // r, 3)
+    model(x0, masks, noise).total.mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
