@@ -79,9 +79,9 @@ def synthetic(data: str, block_size: int, *, latent: bool = True, family: str = 
 def poker(latent: bool = True) -> RunConfig:
     """The quickstart: two-word poker hands, in seconds on one core."""
     run = RunConfig(
-        model=ModelConfig(latent=LatentConfig(encoder_sees_mask=False)),
-        objective=ObjectiveConfig(kl_weight=0.4),
-        training=TrainingConfig(steps=600, batch_size=128, learning_rate=3e-3),
+        model=ModelConfig(layers=1, latent=LatentConfig(encoder_layers=1, encoder_sees_mask=False)),
+        objective=ObjectiveConfig(kl_weight=0.3),
+        training=TrainingConfig(steps=400, batch_size=128, learning_rate=4e-3),
         data=DataConfig(name="poker"),
     )
     return run if latent else without_latent(run)
@@ -94,10 +94,11 @@ def without_latent(run: RunConfig) -> RunConfig:
 def array() -> RunConfig:
     """Your own fixed-length token array: give it with --data FILE.npy."""
     return RunConfig(
-        model=ModelConfig(layers=4, width=128, latent=LatentConfig(encoder_layers=2)),
+        model=ModelConfig(layers=3, width=128, latent=LatentConfig(encoder_layers=2, encoder_sees_mask=False)),
+        objective=ObjectiveConfig(kl_weight=0.1),
         training=TrainingConfig(
-            steps=5_000,
-            batch_size=256,
+            steps=3_000,
+            batch_size=128,
             optimizer="adamw",
             learning_rate=1e-3,
             weight_decay=0.01,

@@ -29,9 +29,9 @@ def section(folder: Path, name: str, readme: Path) -> str:
             f"{len(run['seeds'])} seeds.\n"
         )
     where = (folder / name).resolve().relative_to(readme.resolve().parent)
-    pictures = ["heatmap-non-uniform.png", "four-token.png"]
+    pictures = ["heatmap-deterministic.png", "heatmap-dependence-0.3.png", "heatmap-dependence-0.8.png", "four-token.png"]
     shown = [p for p in pictures if (folder / name / p).exists()]
-    return text + "".join(f"\n![{name}]({where}/{picture})\n" for picture in shown)
+    return text + "".join(f"\n![{picture.removesuffix('.png')}]({where}/{picture})\n" for picture in shown)
 
 
 def update_readme(readme: Path, folder: Path) -> bool:

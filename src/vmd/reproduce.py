@@ -100,10 +100,10 @@ FULL = {
 QUICK = {
     "two-token": Budget(
         (0,),
-        20_000,
-        20_000,
-        ("training.steps=700", "training.batch_size=256", "training.ema=0.99"),
-        ("deterministic", "non-uniform", "dependence-0.5"),
+        10_000,
+        10_000,
+        ("training.steps=1000", "training.batch_size=256", "training.ema=0.99"),
+        ("deterministic", "non-uniform"),
     ),
     "four-token": Budget(
         (0,), 10_000, 10_000, ("training.steps=700", "training.batch_size=256", "training.ema=0.99"), FOUR_TOKEN
