@@ -29,6 +29,7 @@ def reproduce(
     preset: Annotated[str, typer.Option(help="ours, or the settings of the paper.")] = "ours",
     seeds: Annotated[int | None, typer.Option(help="Number of seeds. [default: 5, with --quick 1]")] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/NAME]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the groups of models that a stopped run finished.")] = False,
     device: Device = "auto",
     settings: Settings = None,
 ) -> None:
@@ -50,6 +51,7 @@ def reproduce(
         family=preset,
         device=pick_device(device),
         overrides=settings or [],
+        resume=resume,
     )
     print_table(*summary_table(results), title=f"{name}: accuracy and KL(data || samples), nats")
     pictures = draw_figures(folder)

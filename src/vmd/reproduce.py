@@ -18,7 +18,7 @@ from vmd import __version__
 from vmd.config import InvalidInput, RunConfig, override_all, require_choice, require_range, to_dict
 from vmd.data.synthetic import Law, law
 from vmd.ensemble import Ensemble
-from vmd.files import make_folder, write_atomically
+from vmd.files import make_folder, read_json, write_atomically
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
 from vmd.presets import FAMILIES, FOUR_TOKEN, TWO_TOKEN, synthetic
@@ -156,9 +156,8 @@ def train_group(
     members = [(cell, seed) for cell in cells for seed in seeds]
     laws = [law(cell.data) for cell, _ in members]
     run = cells[0].run
-    config = run.model.resolved(laws[0].length, laws[0].vocab_size)
     # The seed is mixed with the member's place, so that no two members of a group start from the same weights.
-    models = [VMD(config, seed=1_000 * seed + place) for place, (_, seed) in enumerate(members)]
+    models = [VMD(run.model, seed=1_000 * seed + place) for place, (_, seed) in enumerate(members)]
     ensemble = Ensemble(models).to(device)
     weights = torch.tensor([cell.run.objective.kl_weight for cell, _ in members])
     run = replace(run, training=replace(run.training, seed=1_000_003 * seeds[0] + run.training.seed))
@@ -257,8 +256,29 @@ def aggregate(rows: list[dict]) -> list[dict]:
 
 
 def hardware(device: str) -> dict:
-    name = torch.cuda.get_device_name() if device == "cuda" else (platform.processor() or platform.machine())
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     return {"device": device, "name": name, "cpu_threads": torch.get_num_threads()}
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def planned_cells(name: str, budget: Budget, family: str, settings: list[str]) -> list[Cell]:
+    """The cells of a table with all overrides applied and checked."""
+    cells = []
+    for cell in cells_of(name, budget.data, family):
+        run = override_all(cell.run, settings)
+        if run.data != cell.run.data:
+            raise InvalidInput("--set data.*: the data of a table is fixed")
+        truth = law(run.data.name)
+        cells.append(replace(cell, run=replace(run, model=run.model.resolved(truth.length, truth.vocab_size))))
+    return cells
 
 
 def reproduce(
@@ -271,29 +291,26 @@ def reproduce(
     family: str = "ours",
     device: str = "cpu",
     overrides: list[str] | None = None,
+    resume: bool = False,
 ) -> dict:
-    """Train and evaluate one table; write OUT/results.json, table.md and figures; return the results."""
+    """Train and evaluate one table; write OUT/results.json, table.md and heatmaps.json; return the results.
+
+    After each group of models its rows are kept in OUT/partial.json; `resume` takes them from there.
+    """
     require_choice("NAME", name, TABLES)
+    require_choice("--preset", family, FAMILIES)
     budget = (QUICK if quick else FULL)[name]
     if seeds is not None:
         require_range("--seeds", len(seeds), 1)
         budget = replace(budget, seeds=seeds)
-    require_choice("--preset", family, FAMILIES)
     settings = list(budget.settings)
     if device == "cuda":
         settings += ["training.compile=true", f"training.precision={'bf16' if family == 'paper' else 'tf32'}"]
-    cells = [
-        replace(cell, run=override_all(cell.run, settings + (overrides or [])))
-        for cell in cells_of(name, budget.data, family)
-    ]
-    for cell in cells:
-        if cell.run.data.name not in budget.data or cell.run.data.fixed:
-            raise InvalidInput("--set data.*: the data of a table is fixed")
-    make_folder(out)
-    started = time.perf_counter()
-    rows: list[dict] = []
-    heatmaps: dict[str, dict] = {}
+    cells = planned_cells(name, budget, family, settings + (overrides or []))
     groups = groups_of(cells)
+    make_folder(out)
+    partial = out / "partial.json"
+    finished: dict[str, dict] = read_json(partial) if resume and partial.exists() else {}
     total = sum(group[0].run.training.steps for group in groups)
     done_before = 0
     with progress_bar(f"vmd reproduce {name}", total) as update:
@@ -303,16 +320,17 @@ def reproduce(
             def on_step(done: int, record: dict | None, label: str = label, before: int = done_before) -> None:
                 update(before + done, "" if record is None else f"{label}: loss {record['total']:.3f} kl {record['kl']:.3f}")
 
-            update(done_before, f"{label}: training")
-            trained = train_group(group, budget.seeds, device, on_step)
             done_before += group[0].run.training.steps
-            update(done_before, f"{label}: sampling")
-            for cell, seed, model in trained:
-                new_rows, pictures = evaluate_cell(cell, seed, model, budget)
-                rows += new_rows
-                if seed == budget.seeds[0] and pictures:
-                    entry = heatmaps.setdefault(cell.data, {"truth": truth_table(law(cell.data))})
-                    entry |= pictures
+            if signature(group, budget) not in finished:
+                started = time.perf_counter()
+                trained = train_group(group, budget.seeds, device, on_step)
+                update(done_before, f"{label}: sampling")
+                finished[signature(group, budget)] = evaluate_group(trained, budget) | {
+                    "seconds": time.perf_counter() - started
+                }
+                write_atomically(partial, json.dumps(finished))
+            update(done_before, f"{label}: done")
+    parts = [finished[signature(group, budget)] for group in groups]
     results = {
         "name": name,
         "preset": family,
@@ -320,15 +338,37 @@ def reproduce(
         "seeds": list(budget.seeds),
         "hardware": hardware(device),
         "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(sum(part["seconds"] for part in parts), 1),
         "configurations": {f"{c.system} {c.family} {c.data} block {c.block}": to_dict(c.run) for c in cells},
-        "rows": aggregate(rows),
+        "rows": aggregate([row for part in parts for row in part["rows"]]),
     }
+    heatmaps: dict[str, dict] = {}
+    for part in parts:
+        for data, tables in part["heatmaps"].items():
+            heatmaps.setdefault(data, {"truth": truth_table(law(data))}).update(tables)
     write_atomically(out / "results.json", json.dumps(results, indent=1))
     if heatmaps:
         write_atomically(out / "heatmaps.json", json.dumps(heatmaps))
     write_atomically(out / "table.md", render(results))
+    partial.unlink(missing_ok=True)
     return results
+
+
+def signature(group: list[Cell], budget: Budget) -> str:
+    """What a group's rows depend on."""
+    about = [[cell.system, to_dict(cell.run)] for cell in group]
+    return json.dumps([about, budget.seeds, budget.draws, budget.z_draws])
+
+
+def evaluate_group(trained: list[tuple[Cell, int, VMD]], budget: Budget) -> dict:
+    rows: list[dict] = []
+    heatmaps: dict[str, dict] = {}
+    for cell, seed, model in trained:
+        new_rows, pictures = evaluate_cell(cell, seed, model, budget)
+        rows += new_rows
+        if seed == budget.seeds[0] and pictures:
+            heatmaps.setdefault(cell.data, {}).update(pictures)
+    return {"rows": rows, "heatmaps": heatmaps}
 
 
 def truth_table(truth: Law) -> list:

@@ -20,7 +20,7 @@ from vmd.config import InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig,
 from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
 from vmd.ensemble import Ensemble
-from vmd.files import make_folder
+from vmd.files import make_folder, write_atomically
 from vmd.masking import Masks, draw_masks
 from vmd.model import VMD
 from vmd.objective import Loss
@@ -242,5 +242,5 @@ def trim_log(out: Path, step: int) -> list[dict]:
             continue  # the line that a crash cut short
         if record["step"] <= step:
             records.append(record)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     return records

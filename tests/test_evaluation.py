@@ -1,0 +1,145 @@
+import math
+
+import pytest
+import torch
+
+from helpers import all_sequences, close, latent, random_law, random_tokens, tiny_model
+from vmd.config import InvalidInput
+from vmd.data import ArrayData, law
+from vmd.data.synthetic import d1, d2, dependence
+from vmd.evaluation import evaluate_model
+from vmd.model import VMD
+
+SURROGATE, BOUND = "surrogate (not a bound), nats per token", "bound at N = block size, nats per token"
+EXACT, COUNTED = "KL(data || model), nats, by integration over z", "KL(data || samples), nats"
+
+
+def uniform_model(z=None, vocab_size: int = 10) -> VMD:
+    """Predicts every token with probability 1 / V."""
+    model = tiny_model(vocab_size=vocab_size) if z is None else tiny_model(vocab_size=vocab_size, z=z)
+    torch.nn.init.zeros_(model.decoder.head.weight)
+    torch.nn.init.zeros_(model.decoder.head.bias)
+    return model
+
+
+def metrics(rows: list[dict]) -> list[str]:
+    return [row["metric"] for row in rows]
+
+
+def array(vocab_size: int = 10, rows: int = 30) -> ArrayData:
+    return ArrayData(random_tokens(rows, 4, vocab_size, seed=3).numpy())
+
+
+def test_a_uniform_model_scores_ln_v_per_token_exactly():
+    """Whatever is masked: k tokens of weight r/k cost r ln V."""
+    (row,) = evaluate_model(uniform_model(), array(), [1])
+    assert row["metric"] == BOUND
+    assert close(row["value"], math.log(10), 1e-6)
+    assert row["stderr"] < 1e-6
+
+
+def test_the_exact_kl_of_a_uniform_model_is_what_entropy_lacks():
+    rows = {row["metric"]: row["value"] for row in evaluate_model(uniform_model(), d1(), [1], n=10)}
+    assert close(rows[EXACT], 4 * math.log(10) - math.log(10), 1e-6)
+
+
+def test_samples_of_a_uniform_model_are_counted():
+    rows = evaluate_model(uniform_model(), d2(), [1], n=5_000)
+    value = {row["metric"]: row["value"] for row in rows if "rule sample" in row["about"]}
+    assert abs(value["accuracy, %"] - 1) < 0.6
+    assert value[COUNTED] > 2 * math.log(10) - 0.1
+
+
+def test_of_an_array_only_the_objective_is_known():
+    assert metrics(evaluate_model(tiny_model(vocab_size=10), array(), [1, 2])) == [BOUND]
+    assert metrics(evaluate_model(tiny_model(vocab_size=10, z=latent()), array(), [1, 2]))[0] == SURROGATE
+
+
+def test_the_surrogate_is_the_sum_of_its_parts():
+    total, reconstruction, kl = evaluate_model(tiny_model(vocab_size=10, z=latent()), array(), [1])
+    assert close(total["value"], reconstruction["value"] + kl["value"], 1e-6)
+    assert kl["value"] >= 0
+
+
+@pytest.mark.parametrize("z", [None, latent()], ids=["MDM", "VMD"])
+def test_each_number_of_steps_is_sampled_by_both_rules(z):
+    model = tiny_model(vocab_size=10) if z is None else tiny_model(vocab_size=10, z=z)
+    rows = [row for row in evaluate_model(model, d1(), [1, 2], n=20) if row["metric"] == COUNTED]
+    want = [(rule, steps) for steps in (1, 2) for rule in ("argmax", "sample")]
+    assert [(rule, steps) for rule, steps in want if any(f"rule {rule}" in r["about"] for r in rows)] == want
+    for (rule, steps), row in zip(want, rows, strict=True):
+        assert row["about"].startswith(f"rule {rule}, order prob, {steps} steps per block, NFE {2 * steps}, n 20")
+        assert ("z once" in row["about"]) is (z is not None)
+
+
+def test_integration_is_for_one_step():
+    model = tiny_model(vocab_size=10)
+    assert metrics(evaluate_model(model, d1(), [1, 2], n=20)).count(EXACT) == 1
+    assert metrics(evaluate_model(model, d1(), [2], n=20)).count(EXACT) == 0
+
+
+def test_accuracy_is_only_for_data_that_constrain():
+    model = tiny_model(2, 2, 10)
+    assert "accuracy, %" not in metrics(evaluate_model(model, dependence(0.5), [1], n=20))
+    assert "accuracy, %" in metrics(evaluate_model(model, dependence(1.0), [1], n=20))
+
+
+def test_the_exact_kl_agrees_with_counting():
+    truth = random_law(2, 3)
+    model = tiny_model(2, 2, 3, z=latent())
+    rows = evaluate_model(model, truth, [1], n=10_000)
+    counted = next(r["value"] for r in rows if r["metric"] == COUNTED and "rule sample" in r["about"])
+    exact = next(r["value"] for r in rows if r["metric"] == EXACT)
+    assert abs(counted - exact) < 0.03
+    assert len(truth.sequences) == len(all_sequences(2, 3))
+
+
+def test_scores_are_a_function_of_the_seed():
+    model = tiny_model(vocab_size=10, z=latent())
+    first = evaluate_model(model, d1(), [1], n=50, seed=1)
+    assert first == evaluate_model(model, d1(), [1], n=50, seed=1)
+    assert first != evaluate_model(model, d1(), [1], n=50, seed=2)
+
+
+def test_scores_of_a_number_of_steps_do_not_depend_on_the_others():
+    model = tiny_model(vocab_size=10, z=latent())
+    together = [row for row in evaluate_model(model, d2(), [1, 2], n=50) if "2 steps" in row["about"]]
+    alone = [row for row in evaluate_model(model, d2(), [2], n=50) if "2 steps" in row["about"]]
+    assert together == alone
+
+
+def test_as_many_rows_are_scored_as_asked_for_or_there_are():
+    model = tiny_model(vocab_size=10)
+    assert evaluate_model(model, array(rows=30), [1], n=20)[0]["about"].startswith("20 rows")
+    assert evaluate_model(model, array(rows=30), [1], n=99)[0]["about"].startswith("30 rows")
+
+
+def test_the_standard_error_shrinks_with_the_root_of_the_rows():
+    model = tiny_model(vocab_size=10)
+    few, many = (evaluate_model(model, array(rows=n), [1], n=n)[0]["stderr"] for n in (400, 40_000))
+    assert 8 < few / many < 12.5
+
+
+def test_more_rows_than_a_chunk_are_scored_alike():
+    """The means of 8,192 and of 20,000 rows agree within their errors."""
+    model = tiny_model(vocab_size=10, z=latent())
+    a, b = (evaluate_model(model, array(rows=20_000), [1], n=n)[0] for n in (8_192, 20_000))
+    assert abs(a["value"] - b["value"]) < 4 * math.hypot(a["stderr"], b["stderr"])
+
+
+def test_a_model_may_know_more_tokens_than_the_data_have():
+    rows = evaluate_model(uniform_model(vocab_size=20), d1(), [1], n=20)
+    assert close(rows[0]["value"], math.log(20), 1e-6)
+
+
+def test_data_of_another_shape_are_refused():
+    with pytest.raises(InvalidInput, match="token id 9 in the data: expected 0 to 4"):
+        evaluate_model(tiny_model(vocab_size=5), d1(), [1])
+    with pytest.raises(InvalidInput, match="data of length 2: expected 4"):
+        evaluate_model(tiny_model(vocab_size=10), law("deterministic"), [1])
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_steps_outside_the_block_are_refused(steps):
+    with pytest.raises(InvalidInput, match=f"steps={steps}"):
+        evaluate_model(tiny_model(vocab_size=10), d1(), [1, steps], n=10)

@@ -1,0 +1,94 @@
+from dataclasses import replace
+
+import pytest
+
+from command import succeeds
+from vmd.config import InvalidInput, RunConfig, override_all
+from vmd.data import law
+from vmd.model import VMD
+from vmd.presets import FOUR_TOKEN, OUR_KL_WEIGHT, TWO_TOKEN, all_presets, paper_kl_weight, preset, synthetic, without_latent
+from vmd.reproduce import PAPER
+
+PRESETS = all_presets()
+WITH_DATA = [name for name, run in PRESETS.items() if run.data.name]
+
+
+def without_data(run: RunConfig) -> RunConfig:
+    return replace(run, data=replace(run.data, name=""), objective=replace(run.objective, kl_weight=0.0))
+
+
+@pytest.mark.parametrize("name", WITH_DATA)
+def test_a_preset_makes_a_model_of_its_data(name):
+    run = preset(name)
+    data = law(run.data.name)
+    model = VMD(run.model.resolved(data.length, data.vocab_size, data.symbols))
+    assert model.config.has_latent is ("mdm" not in name)
+    assert (model.encoder is None) is ("mdm" in name)
+
+
+def test_only_the_array_preset_waits_for_data():
+    assert [name for name in PRESETS if name not in WITH_DATA] == ["array"]
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("d") or name.startswith("non")])
+def test_a_name_says_data_and_block_size(name):
+    run = preset(name)
+    data, _, rest = name.removesuffix("-paper").removesuffix("-mdm").partition("-block")
+    assert run.data.name == data
+    assert run.model.block_size == (int(rest) if rest else 2)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if "-mdm" in name])
+def test_a_baseline_is_its_model_without_the_latent(name):
+    assert preset(name) == without_latent(preset(name.replace("-mdm", "")))
+
+
+@pytest.mark.parametrize("family", ["ours", "paper"])
+def test_rows_of_a_table_differ_in_data_and_kl_weight_only(family):
+    assert len({without_data(synthetic(data, 2, family=family)) for data in TWO_TOKEN}) == 1
+    for block_size in (2, 4):
+        assert len({without_data(synthetic(data, block_size, family=family)) for data in FOUR_TOKEN}) == 1
+
+
+def test_every_row_of_the_paper_has_its_presets():
+    for system, data, block_size, _ in PAPER:
+        name = data + (f"-block{block_size}" if data in FOUR_TOKEN else "") + ("-mdm" if system == "MDM" else "")
+        assert name in PRESETS
+        assert f"{name}-paper" in PRESETS
+
+
+def test_the_papers_settings():
+    """Section 4.1 and the appendix: 8 layers of width 64, a latent of 32 from 2 layers, Adam 1e-3, batches of 10,000."""
+    run = preset("deterministic-paper")
+    assert (run.model.layers, run.model.width, run.model.latent.dim, run.model.latent.encoder_layers) == (8, 64, 32, 2)
+    assert (run.model.latent.encoder_stream, run.model.latent.on_clean) == ("doubled", True)
+    assert (run.training.optimizer, run.training.learning_rate, run.training.schedule) == ("adam", 1e-3, "constant")
+    assert run.training.batch_size == 10_000
+
+
+def test_the_papers_kl_weight_is_four_for_uniform_data_and_one_otherwise():
+    assert paper_kl_weight("deterministic", 2) == 4 * paper_kl_weight("non-uniform", 2)
+    assert paper_kl_weight("d2", 4) == 2 * paper_kl_weight("d2", 2) == 4 * 4 / 32
+    assert paper_kl_weight("dependence-0.3", 2, dim=2) == 1
+
+
+def test_our_kl_weights_are_those_of_the_tables():
+    assert OUR_KL_WEIGHT.keys() == {(d, 2) for d in TWO_TOKEN} | {(d, block) for d in FOUR_TOKEN for block in (2, 4)}
+    assert all(0 < weight <= 1 for weight in OUR_KL_WEIGHT.values())
+
+
+def test_an_unknown_preset_is_refused_with_some_that_are_known():
+    with pytest.raises(InvalidInput, match=r"unknown preset 'pokre'.*array, poker"):
+        preset("pokre")
+
+
+def test_the_command_lists_every_preset():
+    done = succeeds("presets")
+    assert [line.split()[0] for line in done.out.splitlines()] == list(PRESETS)
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("name", ["array", "poker", "d2-block4-mdm-paper"])
+def test_what_the_command_shows_can_be_set(name):
+    shown = succeeds("presets", name).out.splitlines()
+    assert override_all(RunConfig(), shown) == preset(name)

@@ -1,0 +1,142 @@
+import json
+import shutil
+
+import pytest
+
+from command import ROOT, refused, succeeds
+from test_tables import results
+from vmd import report
+from vmd.config import InvalidInput
+from vmd.report import MARKER, update_readme
+from vmd.tables import merged_table, to_markdown
+
+README = """# Title
+
+Before.
+
+<!-- results:four-token -->
+old text
+<!-- end of results -->
+
+After.
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A README with a section, and results for it."""
+    (tmp_path / "README.md").write_text(README)
+    save(tmp_path, results())
+    return tmp_path
+
+
+def save(project, run, name: str = "four-token"):
+    run |= {"command": f"vmd reproduce {name}", "hardware": {"name": "abacus"}, "seconds": 12.3, "seeds": [0, 1]}
+    folder = project / "results" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(run))
+
+
+def update(project) -> tuple[bool, str]:
+    changed = update_readme(project / "README.md", project / "results")
+    return changed, (project / "README.md").read_text()
+
+
+def test_the_text_between_the_markers_is_the_table(project):
+    changed, text = update(project)
+    assert changed
+    assert "old text" not in text
+    assert to_markdown(*merged_table([results()])) in text
+    assert "| D1 | 2 | 2 | 10.1 % · 2.298 | 10.00" in text
+    assert "`vmd reproduce four-token`: abacus, 12 s for everything, 2 seeds." in text
+
+
+def test_the_rest_stays(project):
+    _, text = update(project)
+    assert text.startswith("# Title\n\nBefore.\n\n<!-- results:four-token -->\n")
+    assert text.endswith("<!-- end of results -->\n\nAfter.\n")
+
+
+def test_a_second_time_changes_nothing(project):
+    _, first = update(project)
+    assert update(project) == (False, first)
+
+
+def test_new_results_replace_old_ones(project):
+    _, old = update(project)
+    newer = results()
+    newer["rows"][3]["value"] = 99.99
+    save(project, newer)
+    changed, text = update(project)
+    assert changed
+    assert text == old.replace("98.76", "99.99")
+
+
+def test_every_section_gets_its_own_table(project):
+    two = results()
+    two["rows"] = two["rows"][-1:]
+    save(project, two, "two-token")
+    (project / "README.md").write_text(README + README.replace("four-token", "two-token"))
+    _, text = update(project)
+    four, two = [match.group(0) for match in MARKER.finditer(text)]
+    assert "| D1 |" in four
+    assert "| D1 |" not in two
+    assert "| p = 0.3 |" in two
+
+
+def test_the_papers_settings_are_added_once_they_have_been_run(project):
+    save(project, results("paper"), "four-token-paper")
+    _, text = update(project)
+    assert "VMD paper's settings, argmax" in text
+
+
+def test_only_pictures_that_exist_are_shown(project):
+    assert "![" not in update(project)[1]
+    (project / "results" / "four-token" / "four-token.png").touch()
+    assert "](results/four-token/four-token.png)\n" in update(project)[1]
+
+
+def test_a_readme_without_markers_stays(project):
+    (project / "README.md").write_text("no markers\n")
+    assert update(project) == (False, "no markers\n")
+
+
+def test_missing_results_are_named(project):
+    shutil.rmtree(project / "results" / "four-token")
+    with pytest.raises(InvalidInput, match="vmd reproduce four-token"):
+        update(project)
+    assert (project / "README.md").read_text() == README
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"name": "four-token"}'])
+def test_damaged_results_are_one_line_and_the_readme_stays(project, content):
+    path = project / "results" / "four-token" / "results.json"
+    path.write_text(content)
+    words = ("report", "--readme", project / "README.md", "--results", project / "results")
+    assert "results.json" in refused(*words, folder=project)
+
+
+def test_results_may_lie_outside_the_readmes_folder(project):
+    (project / "docs").mkdir()
+    (project / "README.md").rename(project / "docs" / "README.md")
+    (project / "results" / "four-token" / "four-token.png").touch()
+    assert update_readme(project / "docs" / "README.md", project / "results")
+    assert "](../results/four-token/four-token.png)" in (project / "docs" / "README.md").read_text()
+
+
+def test_the_command_draws_and_updates(project):
+    words = ("report", "--readme", project / "README.md", "--results", project / "results")
+    first, second = succeeds(*words), succeeds(*words)
+    assert first.out == second.out == ""
+    assert first.err.endswith("README.md: updated\n")
+    assert second.err.endswith("README.md: unchanged\n")
+    assert "four-token.png" in (project / "README.md").read_text()
+    assert (project / "results" / "four-token" / "four-token.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readme_is_what_the_results_say(monkeypatch):
+    readme = ROOT / "README.md"
+    if not readme.exists() or not MARKER.search(readme.read_text()):
+        pytest.skip("the README has no results yet")
+    monkeypatch.setattr(report, "write_atomically", lambda path, text: None)
+    assert not update_readme(readme, ROOT / "results"), "run `vmd report`"
