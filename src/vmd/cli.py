@@ -83,6 +83,7 @@ def train(
     started_before = (folder / "run.json").exists()
     require(resume or overwrite or not started_before, f"{folder} holds a run: use --resume, --overwrite or another --out")
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
+    require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
     train_run(run, folder, resume, pick_device(device))
 
 
@@ -95,21 +96,28 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     from vmd.files import make_folder, write_atomically
     from vmd.model import VMD
     from vmd.progress import progress_bar
-    from vmd.training import train
+    from vmd.training import check_precision, train
 
     data = load_data(run.data.name, seed=run.training.seed)
     run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
     parse_positions(run.data.fixed, data.length)
+    check_precision(run.training, device)
     model = VMD(run.model, seed=run.training.seed).to(device)
     make_folder(folder)
+    described = json.dumps(to_dict(run), indent=2)
     if not resume:  # a new run, in a new folder or by --overwrite
-        for old in [*checkpoint_files(folder), folder / "metrics.jsonl"]:
+        for old in [*checkpoint_files(folder), *(folder / n for n in ("metrics.jsonl", "config.json", "model.safetensors"))]:
             old.unlink(missing_ok=True)
-        write_atomically(folder / "run.json", json.dumps(to_dict(run), indent=2))
-    say(describe(model.parameter_counts()))
+        write_atomically(folder / "run.json", described)
+    started = False
     with progress_bar(f"vmd train {run.data.name}", run.training.steps) as update:
 
         def on_step(done: int, record: dict | None) -> None:
+            nonlocal started
+            if not started:
+                say(describe(model.parameter_counts()))
+                write_atomically(folder / "run.json", described)  # a resumed run may be a longer one
+                started = True
             text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
             update(done, text)
 
@@ -179,6 +187,7 @@ def evaluate(
     order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "prob",
     z: Annotated[str, typer.Option(help="once or fresh.")] = "once",
     n: Annotated[int, typer.Option("-n", "--n", help="Samples drawn, and rows scored.")] = 20_000,
+    fixed: Annotated[str, typer.Option(help="Positions always given, as in training's data.fixed.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of masks and samples.")] = 0,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write the rows as JSON.")] = None,
     device: Device = "auto",
@@ -194,10 +203,12 @@ def evaluate(
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
     counts = []
     for part in steps.split(","):
-        require(part.strip().isdigit(), f"--steps {steps!r}: expected counts such as 1,2,4")
+        require(part.strip().isdecimal(), f"--steps {steps!r}: expected counts such as 1,2,4")
         counts.append(int(part))
+    if json_out is not None:
+        require(json_out.parent.is_dir(), f"--json {json_out}: no such folder {json_out.parent}")
     loaded = VMD.from_pretrained(model, device=pick_device(device))
-    rows = evaluate_model(loaded, load_data(data), counts, order=order, z=z, n=n, seed=seed)
+    rows = evaluate_model(loaded, load_data(data), counts, order=order, z=z, n=n, seed=seed, fixed=fixed)
     headers = ["metric", "value", "setting"]
     lines = [
         [row["metric"], f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"), row["about"]]
@@ -224,6 +235,7 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
             print(f"{key:28s} {run.data.name or 'your data':16s} {size:8s} {block:10s} {latent:10s} {training}")
         return
     for field, value in flat(to_dict(preset(name))):
+        value = ",".join(value) if isinstance(value, tuple) else value
         print(f"{field}={value}")
 
 
@@ -232,12 +244,15 @@ def report(
     readme: Annotated[Path, typer.Option(help="The file whose marked sections are rewritten.")] = Path("README.md"),
     results: Annotated[Path, typer.Option(help="The results folder.")] = Path("results"),
 ) -> None:
-    """Draw the figures of the results folder and rewrite the README's tables from it."""
+    """Draw tables and figures of the results folder, and rewrite the README's tables from it."""
     from vmd.figures import draw_figures
-    from vmd.report import update_readme
+    from vmd.files import write_atomically
+    from vmd.report import read_results, update_readme
+    from vmd.tables import render
 
     require(results.is_dir(), f"{results}: no such folder: expected results of `vmd reproduce`")
     for path in sorted(results.glob("*/results.json")):
+        write_atomically(path.with_name("table.md"), render(read_results(path)))
         draw_figures(path.parent)
     say(f"{readme}: {'updated' if update_readme(readme, results) else 'unchanged'}")
 
@@ -278,7 +293,7 @@ def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ..
             row.append(-1)
         elif word in symbols:
             row.append(symbols.index(word))
-        elif word.isdigit() and not symbols:
+        elif word.isdecimal() and not symbols:
             require(int(word) < vocab_size, f"--prompt: token id {word}: expected 0 to {vocab_size - 1}")
             row.append(int(word))
         else:
@@ -311,7 +326,9 @@ def write_array(path: Path, tokens: Any) -> None:
 def main() -> None:
     """Errors of the user are one line and exit code 2."""
     try:
-        code = app(standalone_mode=False)
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        if code == 130:  # how typer reports an interruption
+            say("vmd: interrupted")
     except InvalidInput as error:
         say(f"vmd: {error}")
         code = 2

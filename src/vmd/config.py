@@ -144,6 +144,7 @@ class TrainingConfig:
         require_choice("training.precision", self.precision, ("float32", "tf32", "bf16"))
         for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
             require_range(f"training.{name}", getattr(self, name), 1)
+        require_range("training.batch_size", self.batch_size, 1, 1_000_000_000)
         for name in ("weight_decay", "warmup_steps", "clip"):
             require_range(f"training.{name}", getattr(self, name), 0)
         require_range("training.seed", self.seed, 0, 2**62)
@@ -172,18 +173,20 @@ class RunConfig:
 Config = TypeVar("Config")
 
 
-def override(config: Config, path: str, value: Any) -> Config:
+def override(config: Config, path: str, value: Any, section: str = "") -> Config:
     """`override(run, "training.steps", "100")`: a copy with one field changed; text is read as the field's type."""
     head, _, rest = path.partition(".")
     names = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
-    require(head in names, f"unknown field {path!r}: expected one of {', '.join(names)}")
+    require(
+        head in names, f"unknown field {section + path!r}: expected one of {', '.join(section + name for name in names)}"
+    )
     current = getattr(config, head)
     if dataclasses.is_dataclass(current):
-        inner = ", ".join(f"{head}.{f.name}" for f in dataclasses.fields(current))
-        require(bool(rest), f"{path!r} is a section: expected one of {inner}")
-        return dataclasses.replace(config, **{head: override(current, rest, value)})  # type: ignore[type-var]
-    require(not rest, f"unknown field {path!r}: {head!r} has no fields of its own")
-    return dataclasses.replace(config, **{head: _parse(value, get_type_hints(type(config))[head], path)})  # type: ignore[type-var]
+        inner = ", ".join(f"{section}{head}.{f.name}" for f in dataclasses.fields(current))
+        require(bool(rest), f"{section + path!r} is a section: expected one of {inner}")
+        return dataclasses.replace(config, **{head: override(current, rest, value, f"{section}{head}.")})  # type: ignore[type-var]
+    require(not rest, f"unknown field {section + path!r}: {section + head!r} has no fields of its own")
+    return dataclasses.replace(config, **{head: _parse(value, get_type_hints(type(config))[head], section + path)})  # type: ignore[type-var]
 
 
 def override_all(config: Config, settings: list[str]) -> Config:

@@ -5,10 +5,11 @@ from torch import Tensor
 
 from vmd.config import require
 from vmd.data import ArrayData, Law
+from vmd.data.arrays import parse_positions
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
-from vmd.sampling import RULES
+from vmd.sampling import RULES, check_settings
 
 
 @torch.no_grad()
@@ -21,6 +22,7 @@ def evaluate_model(
     z: str = "once",
     n: int = 20_000,
     seed: int = 0,
+    fixed: str = "",
 ) -> list[dict]:
     """Rows of {metric, value, stderr, about}. A bound is called a bound, a surrogate a surrogate."""
     config = model.config
@@ -29,7 +31,9 @@ def evaluate_model(
         data.vocab_size <= config.vocab_size,
         f"token id {data.vocab_size - 1} in the data: expected 0 to {config.vocab_size - 1}, the model's vocabulary",
     )
-    rows = objective_rows(model, data, n, seed)
+    for count in steps:
+        check_settings(config, count, order, "sample", z, 1.0, 1.0)
+    rows = objective_rows(model, data, n, seed, parse_positions(fixed, config.length))
     if not isinstance(data, Law):
         return rows
     generator = torch.Generator(model.device)
@@ -49,21 +53,24 @@ def evaluate_model(
     return rows
 
 
-def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int) -> list[dict]:
-    """The objective in nats per token, on n rows with fresh masks."""
+def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
+    """The objective in nats per maskable token, on n random rows with fresh masks."""
     config, device = model.config, model.device
     generator = torch.Generator(device).manual_seed(seed)
     if isinstance(data, Law):
         x0 = data.draw(n, generator=generator, device=device)
     else:
-        x0 = torch.from_numpy(data.tokens[:n].astype("int64")).to(device)
+        chosen = torch.randperm(len(data.tokens), generator=torch.Generator().manual_seed(seed))[:n]
+        x0 = torch.from_numpy(data.tokens[chosen.sort().values.numpy()].astype("int64")).to(device)
+    fixed = None if fixed is None else fixed.to(device)
+    maskable = config.length - (0 if fixed is None else int(fixed.sum()))
     parts: dict[str, list[Tensor]] = {"total": [], "reconstruction": [], "kl": []}
     for chunk in x0.split(8_192):
-        masks = draw_masks(chunk, config.block_size, generator=generator)
+        masks = draw_masks(chunk, config.block_size, fixed=fixed, generator=generator)
         shape = model.latent_shape(len(chunk))
         noise = None if shape is None else torch.randn(shape, generator=generator, device=device)
         for name, value in model(chunk, masks, noise)._asdict().items():
-            parts[name].append(value / config.length)
+            parts[name].append(value / maskable)
     about = f"{len(x0)} rows, mask counts, KL weight 1"
     name = "surrogate (not a bound), nats per token" if config.has_latent else "bound at N = block size, nats per token"
     labels = {"total": name}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from vmd.config import InvalidInput
+from vmd.report import read_results
 from vmd.tables import data_name, find, sorted_places
 
 INK, GRID = "#222222", "#dddddd"
@@ -24,7 +25,7 @@ def pyplot():
 
 def draw_figures(folder: Path) -> list[Path]:
     """All figures of a results folder, from its JSON files alone."""
-    results = json.loads((folder / "results.json").read_text())
+    results = read_results(folder / "results.json")
     made = []
     if (folder / "heatmaps.json").exists():
         heatmaps = json.loads((folder / "heatmaps.json").read_text())

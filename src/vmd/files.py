@@ -1,16 +1,15 @@
 """Files: written whole or not at all, read without trusting them. Only JSON, .npy and safetensors; never pickle."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as dump_tensors
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from vmd.config import InvalidInput, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def make_folder(folder: Path) -> None:
@@ -31,7 +30,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise InvalidInput(f"{path}: cannot write: {error.strerror}") from None
 
 
@@ -40,11 +40,14 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except OSError as error:
         raise InvalidInput(f"{path}: cannot read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidInput(f"{path}: expected JSON") from None
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> "dict[str, Tensor]":
+    from safetensors import SafetensorError
+    from safetensors.torch import load as load_tensors
+
     try:
         return load_tensors(path.read_bytes())
     except OSError as error:
@@ -53,5 +56,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise InvalidInput(f"{path}: truncated or not a safetensors file") from None
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
+    from safetensors.torch import save as dump_tensors
+
     write_atomically(path, dump_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))

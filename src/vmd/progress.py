@@ -1,5 +1,6 @@
 """A progress bar with rate and time left, on stderr, so that results on stdout stay clean."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,22 +19,23 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], 
 
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         Rate(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
     )
     if not console.is_terminal:
-        console.print(f"{description}: {total} steps", highlight=False)
-        last = [""]
+        last: list[str] = []
 
         def remember(done: int, text: str = "") -> None:
-            last[0] = text or last[0]
+            if not last:  # not before: what is refused is refused in one line
+                print(f"{description}: {total} steps", file=sys.stderr)
+            last[:] = [text or "".join(last)]
 
         yield remember
-        console.print(f"{description}: done {last[0]}", highlight=False)
+        print(f"{description}: done {''.join(last)}".rstrip(), file=sys.stderr)
         return
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(description, total=total, text="")

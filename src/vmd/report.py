@@ -1,20 +1,27 @@
 """Writes the README's tables and pictures from the results folder, between its markers. Imports no torch."""
 
-import json
+import os
 import re
 from pathlib import Path
 
 from vmd.config import require
-from vmd.files import write_atomically
+from vmd.files import read_json, write_atomically
 from vmd.tables import merged_table, to_markdown
 
 MARKER = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
+def read_results(path: Path) -> dict:
+    results = read_json(path)
+    wanted = {"name", "preset", "command", "seeds", "hardware", "seconds", "rows"}
+    require(isinstance(results, dict) and results.keys() >= wanted, f"{path}: expected the output of `vmd reproduce`")
+    return results
+
+
 def load_results(folder: Path, name: str) -> list[dict]:
     """The results of a table: ours, and the paper's settings where they have been run."""
     paths = [folder / name / "results.json", folder / f"{name}-paper" / "results.json"]
-    found = [json.loads(path.read_text()) for path in paths if path.exists()]
+    found = [read_results(path) for path in paths if path.exists()]
     require(bool(found), f"{paths[0]}: no such results: expected the output of `vmd reproduce {name}`")
     return found
 
@@ -28,7 +35,7 @@ def section(folder: Path, name: str, readme: Path) -> str:
             f"`{run['command']}`: {run['hardware']['name']}, {run['seconds']:.0f} s for everything, "
             f"{len(run['seeds'])} seeds.\n"
         )
-    where = (folder / name).resolve().relative_to(readme.resolve().parent)
+    where = Path(os.path.relpath(folder / name, readme.parent)).as_posix()
     pictures = ["heatmap-deterministic.png", "heatmap-dependence-0.3.png", "heatmap-dependence-0.8.png", "four-token.png"]
     shown = [p for p in pictures if (folder / name / p).exists()]
     return text + "".join(f"\n![{picture.removesuffix('.png')}]({where}/{picture})\n" for picture in shown)

@@ -5,6 +5,7 @@ Rows whose models have the same shape are trained together, seeds and data sets 
 
 import json
 import math
+import operator
 import platform
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vmd import __version__
-from vmd.config import InvalidInput, RunConfig, override_all, require_choice, require_range, to_dict
+from vmd.config import RunConfig, override_all, require, require_choice, require_range, to_dict
 from vmd.data.synthetic import Law, law
 from vmd.ensemble import Ensemble
 from vmd.files import make_folder, read_json, write_atomically
@@ -23,8 +24,8 @@ from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
 from vmd.presets import FAMILIES, FOUR_TOKEN, TWO_TOKEN, synthetic
 from vmd.progress import progress_bar
-from vmd.tables import detail_table, summary_table, to_markdown
-from vmd.training import train
+from vmd.tables import render
+from vmd.training import check_precision, train
 
 # What the paper prints: (system, data, block size, steps per block) -> accuracy in percent, KL in nats.
 PAPER = {
@@ -242,7 +243,8 @@ def aggregate(rows: list[dict]) -> list[dict]:
         mean = sum(values) / len(values)
         spread = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else None
         setting = same[0]["setting"]
-        printed = PAPER.get((same[0]["system"], setting["data"], setting["block"], setting["steps"]), (None, None))
+        place = (same[0]["system"], setting["data"], setting["block"], setting["steps"])
+        printed = PAPER.get(place, (None, None))
         out.append(
             same[0]
             | {
@@ -269,13 +271,15 @@ def cpu_name() -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def planned_cells(name: str, budget: Budget, family: str, settings: list[str]) -> list[Cell]:
+def planned_cells(name: str, budget: Budget, family: str, settings: list[str], device: str) -> list[Cell]:
     """The cells of a table with all overrides applied and checked."""
     cells = []
     for cell in cells_of(name, budget.data, family):
         run = override_all(cell.run, settings)
-        if run.data != cell.run.data:
-            raise InvalidInput("--set data.*: the data of a table is fixed")
+        for field in ("data", "model.block_size", "model.latent.kind"):  # what a row is called after
+            same = operator.attrgetter(field)(run) == operator.attrgetter(field)(cell.run)
+            require(same, f"--set {field}: fixed in a table: it is what makes a row {cell.system} {cell.data}")
+        check_precision(run.training, device)
         truth = law(run.data.name)
         cells.append(replace(cell, run=replace(run, model=run.model.resolved(truth.length, truth.vocab_size))))
     return cells
@@ -306,11 +310,12 @@ def reproduce(
     settings = list(budget.settings)
     if device == "cuda":
         settings += ["training.compile=true", f"training.precision={'bf16' if family == 'paper' else 'tf32'}"]
-    cells = planned_cells(name, budget, family, settings + (overrides or []))
+    cells = planned_cells(name, budget, family, settings + (overrides or []), device)
     groups = groups_of(cells)
-    make_folder(out)
     partial = out / "partial.json"
     finished: dict[str, dict] = read_json(partial) if resume and partial.exists() else {}
+    require(isinstance(finished, dict), f"{partial}: expected the record of a stopped run")
+    make_folder(out)
     total = sum(group[0].run.training.steps for group in groups)
     done_before = 0
     with progress_bar(f"vmd reproduce {name}", total) as update:
@@ -375,13 +380,3 @@ def truth_table(truth: Law) -> list:
     table = torch.zeros(truth.vocab_size, truth.vocab_size, dtype=torch.float64)
     table[truth.sequences[:, 0], truth.sequences[:, 1]] = truth.probabilities
     return table.tolist()
-
-
-def render(results: dict) -> str:
-    """table.md: a summary and every row."""
-    seeds = len(results["seeds"])
-    where = f"{results['hardware']['name']}, {results['seconds']:.0f} s, {seeds} seed{'s' if seeds > 1 else ''}"
-    return (
-        f"# {results['name']}\n\n`{results['command']}` ({where})\n\n{to_markdown(*summary_table(results))}\n"
-        f"## Every row\n\n{to_markdown(*detail_table(results))}"
-    )

@@ -84,15 +84,29 @@ def detail_table(results: dict) -> Table:
         s = row["setting"]
         digits = 2 if row["metric"] == "accuracy" else 4
         value = number(row["value"], digits, row["stderr"])
-        paper = "" if row["paper"] is None else f"{row['paper']:g}"
+        # The paper draws z once and counts samples; beside other rows its figure would compare unlike things.
+        comparable = row["metric"] != "kl_exact" and (s["z"] == "once" or (row["system"], s["rule"]) == ("MDM", "sample"))
+        paper = f"{row['paper']:g}" if comparable and row["paper"] is not None else ""
         values = [s["preset"], data_name(s["data"]), s["block"], s["steps"], s["nfe"], s["rule"], s["z"], f"{s['n']:,}"]
         lines.append([row["system"], *map(str, values), names[row["metric"]], value, paper])
     return headers, lines
 
 
+def render(results: dict) -> str:
+    """table.md: a summary and every row."""
+    seeds = len(results["seeds"])
+    where = f"{results['hardware']['name']}, {results['seconds']:.0f} s, {seeds} seed{'s' if seeds > 1 else ''}"
+    return (
+        f"# {results['name']}\n\n`{results['command']}` ({where})\n\n{to_markdown(*summary_table(results))}\n"
+        f"## Every row\n\n{to_markdown(*detail_table(results))}"
+    )
+
+
 def to_markdown(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rule = ["---"] * len(headers)
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in (headers, rule, *lines))
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n" for cells in (headers, rule, *lines)
+    )
 
 
 def print_table(headers: Sequence[str], lines: Sequence[Sequence[str]], title: str = "") -> None:

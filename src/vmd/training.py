@@ -129,6 +129,13 @@ def precision(name: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def check_precision(training: TrainingConfig, device: str) -> None:
+    require(
+        training.precision == "float32" or device == "cuda",
+        f"training.precision={training.precision}: expected float32 on {device}",
+    )
+
+
 def train(
     model: VMD | Ensemble,
     data: Dataset,
@@ -146,10 +153,7 @@ def train(
     """
     objective, training = config.objective, config.training
     device = next(model.parameters()).device
-    require(
-        training.precision == "float32" or device.type == "cuda",
-        f"training.precision={training.precision}: expected float32 on {device.type}",
-    )
+    check_precision(training, device.type)
     fixed = parse_positions(config.data.fixed, model.config.length)
     fixed = None if fixed is None else fixed.to(device)
     require(
