@@ -105,7 +105,14 @@ def test_the_details_show_every_row():
     headers, lines = detail_table(given)
     assert len(lines) == len(given["rows"])
     assert all(len(line) == len(headers) for line in lines)
-    assert lines[2][-3:] == ["exact KL, nats", "2.3100 ± 0.0100", "2.298"]
+    assert lines[1][-3:] == ["KL, nats", "2.3000 ± 0.0100", "2.298"]
+
+
+def test_the_papers_figure_stands_beside_comparable_rows_only():
+    lines = detail_table(results())[1]
+    assert lines[2][-3:] == ["exact KL, nats", "2.3100 ± 0.0100", ""]
+    fresh = results() | {"rows": [row("kl", 0.9, paper=0.012, steps=2, z="fresh"), row("kl", 0.1, paper=0.012, steps=2)]}
+    assert [line[-1] for line in detail_table(fresh)[1]] == ["", "0.012"]
 
 
 def test_markdown_has_a_rule_below_its_head():

@@ -161,17 +161,15 @@ class Decoder(nn.Module):
         if condition is not None:
             clean = condition if self.config.latent.on_clean else torch.zeros_like(condition)
             condition = torch.cat([condition, clean], dim=1)
-        h = self._run(
-            torch.cat([xt, x0], dim=1), positions.repeat(2), self.get_buffer("visible"), condition, None, keep=length
-        )
-        return h
+        doubled = torch.cat([xt, x0], dim=1)
+        return self._run(doubled, positions.repeat(2), self.get_buffer("visible"), condition, None, keep=length)
 
     def forward_block(self, tokens: Tensor, block: int, z: Tensor | None, cache: KVCache, *, clean: bool) -> Tensor:
         """The same for the tokens (B, r) of one block behind the cached clean prefix; z is that block's (B, dim)."""
         r = self.config.block_size
         positions = torch.arange(block * r, (block + 1) * r, device=tokens.device)
-        modulated = z is not None and (not clean or self.config.latent.on_clean)
-        condition = self.condition(z.unsqueeze(1)) if modulated and z is not None else None
+        seen = None if clean and not self.config.latent.on_clean else z
+        condition = None if seen is None else self.condition(seen.unsqueeze(1))
         return self._run(tokens, positions, None, condition, cache)
 
     def condition(self, z: Tensor) -> Tensor:
