@@ -166,12 +166,12 @@ def sample(
         seeds=[seed + i for i in range(n)],
         trace=trace,
     )
+    if out is not None:
+        write_array(out, drawn.tokens)
     for step in drawn.trace:
         say(f"block {step.block} step {step.step}: {show(step.canvas[0].tolist(), config.symbols, config.vocab_size)}")
     for tokens in drawn.tokens.tolist():
         print(show(tokens, config.symbols, config.vocab_size))
-    if out is not None:
-        write_array(out, drawn.tokens)
     say(
         f"n {n}, rule {rule}, order {order}, {steps} steps per block, NFE {drawn.nfe}"
         + (f", {drawn.cache_passes} passes to fill the cache" if drawn.cache_passes else "")
