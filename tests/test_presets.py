@@ -5,9 +5,11 @@ import pytest
 from command import succeeds
 from vmd.config import InvalidInput, RunConfig, override_all
 from vmd.data import law
+from vmd.metrics import accuracy
 from vmd.model import VMD
 from vmd.presets import FOUR_TOKEN, OUR_KL_WEIGHT, TWO_TOKEN, all_presets, paper_kl_weight, preset, synthetic, without_latent
 from vmd.reproduce import PAPER
+from vmd.training import train
 
 PRESETS = all_presets()
 WITH_DATA = [name for name, run in PRESETS.items() if run.data.name]
@@ -92,3 +94,17 @@ def test_the_command_lists_every_preset():
 def test_what_the_command_shows_can_be_set(name):
     shown = succeeds("presets", name).out.splitlines()
     assert override_all(RunConfig(), shown) == preset(name)
+
+
+def test_the_poker_preset_writes_hands_and_completes_them():
+    """The quickstart's promise, with a trained model: two words that agree, and a prompt that is heeded."""
+    hands = law("poker")
+    run = preset("poker")
+    model = VMD(run.model.resolved(hands.length, hands.vocab_size, hands.symbols))
+    train(model, hands, run)
+    seeds = list(range(1_000))
+    assert accuracy(model.sample(1_000, rule="argmax", seeds=seeds).tokens, hands) > 90
+    prompt = hands.sequences.repeat(250, 1)
+    prompt[:, 1] = -1
+    completed = model.sample(prompt=prompt, rule="argmax", seeds=seeds).tokens
+    assert accuracy(completed, hands) > 98

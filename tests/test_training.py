@@ -19,7 +19,7 @@ from vmd.training import (
     TrainingDiverged,
     clip_gradients,
     draw_batch,
-    kl_weight_at,
+    kl_warmup,
     learning_rate,
     make_optimizer,
     step_seed,
@@ -207,7 +207,7 @@ def test_only_the_newest_checkpoints_are_kept(out):
     config = run_config()
     train(model_for(config), data(), config, out=out)
     assert [p.name for p in checkpoint_files(out)] == ["step-000000009.safetensors", "step-000000010.safetensors"][-KEPT:]
-    assert sorted(os.listdir(out)) == ["checkpoints", "config.json", "metrics.jsonl", "model.safetensors"]
+    assert sorted(os.listdir(out)) == ["checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "run.json"]
 
 
 def test_a_line_that_a_crash_cut_short_is_dropped(out):
@@ -350,8 +350,8 @@ def test_a_warm_up_as_long_as_the_run_is_allowed():
 
 def test_the_kl_weight_warms_up_linearly_to_one():
     config = ObjectiveConfig(kl_warmup_steps=4)
-    assert [kl_weight_at(config, step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert kl_weight_at(ObjectiveConfig(), 0) == 1
+    assert [kl_warmup(config, step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert kl_warmup(ObjectiveConfig(), 0) == 1
 
 
 def test_the_loss_is_charged_with_the_warmed_up_kl_weight():

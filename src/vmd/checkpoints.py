@@ -48,7 +48,9 @@ def load_newest_checkpoint(
     optimizer: torch.optim.Optimizer,
     config: dict,
 ) -> int:
-    """Restore the newest checkpoint that is whole, and return its step."""
+    """Restore the newest checkpoint that is whole, and return its step; 0 if the run was stopped before its first one."""
+    if not checkpoint_files(out) and (out / "run.json").exists():
+        return 0
     damaged = []
     for path in reversed(checkpoint_files(out)):
         try:

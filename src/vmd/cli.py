@@ -1,6 +1,7 @@
 """The `vmd` command. Nothing here imports torch until a command needs it."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+@app.callback(invoke_without_command=True)
+def version(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    """Variational masked diffusion: generate many discrete tokens at once and make them agree."""
+    if show_version:
+        from vmd import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Override a field: section.field=value. Repeatable.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd train`.")]
@@ -27,27 +41,29 @@ def reproduce(
     name: Annotated[str, typer.Argument(help="two-token or four-token.")],
     quick: Annotated[bool, typer.Option("--quick", help="The same code on a budget for two CPU cores.")] = False,
     preset: Annotated[str, typer.Option(help="ours, or the settings of the paper.")] = "ours",
-    seeds: Annotated[int | None, typer.Option(help="Number of seeds. [default: 5, with --quick 1]")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Number of seeds, or the seeds as in 100,101. [default: 5, with --quick 1]")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/NAME]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the groups of models that a stopped run finished.")] = False,
     device: Device = "auto",
     settings: Settings = None,
 ) -> None:
     """Train and evaluate a table of the paper; write results.json, table.md and figures."""
-    from vmd.figures import draw_figures
+    from vmd.figures import draw_figures, pyplot
     from vmd.reproduce import reproduce
     from vmd.tables import print_table, summary_table
 
-    if seeds is not None:
-        require(1 <= seeds <= 1_000, f"--seeds {seeds}: expected 1 to 1000")
+    chosen_seeds = None if seeds is None else parse_seeds(seeds)
+    pyplot()  # a missing matplotlib is better known before the training
     suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
     folder = out or Path("runs") / (name + suffix)
     results = reproduce(
         name,
         out=folder,
-        command=" ".join(["vmd", *sys.argv[1:]]),
+        command=shlex.join(["vmd", *sys.argv[1:]]),
         quick=quick,
-        seeds=None if seeds is None else tuple(range(seeds)),
+        seeds=chosen_seeds,
         family=preset,
         device=pick_device(device),
         overrides=settings or [],
@@ -81,19 +97,28 @@ def train(
     require(bool(run.data.name), f"preset {preset!r} has no data of its own: give it with --data FILE.npy")
     folder = out or Path("runs") / preset
     started_before = (folder / "run.json").exists()
-    require(resume or overwrite or not started_before, f"{folder} holds a run: use --resume, --overwrite or another --out")
+    held = [path.name for path in run_files(folder) if path.exists()]
+    kept = f"{folder} holds a run ({', '.join(held[:3])}): use --resume, --overwrite or another --out"
+    require(resume or overwrite or not held, kept)
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
     require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
     train_run(run, folder, resume, pick_device(device))
 
 
+def run_files(folder: Path) -> list[Path]:
+    """What a run writes, and what a new run in the same folder would replace."""
+    from vmd.checkpoints import checkpoint_files
+
+    names = ("run.json", "metrics.jsonl", "config.json", "model.safetensors")
+    return [*(folder / name for name in names), *checkpoint_files(folder)]
+
+
 def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     from dataclasses import replace
 
-    from vmd.checkpoints import checkpoint_files
     from vmd.data import load_data
     from vmd.data.arrays import parse_positions
-    from vmd.files import make_folder, write_atomically
+    from vmd.files import make_folder
     from vmd.model import VMD
     from vmd.progress import progress_bar
     from vmd.training import check_precision, train
@@ -104,11 +129,9 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     check_precision(run.training, device)
     model = VMD(run.model, seed=run.training.seed).to(device)
     make_folder(folder)
-    described = json.dumps(to_dict(run), indent=2)
     if not resume:  # a new run, in a new folder or by --overwrite
-        for old in [*checkpoint_files(folder), *(folder / n for n in ("metrics.jsonl", "config.json", "model.safetensors"))]:
+        for old in run_files(folder):
             old.unlink(missing_ok=True)
-        write_atomically(folder / "run.json", described)
     started = False
     with progress_bar(f"vmd train {run.data.name}", run.training.steps) as update:
 
@@ -116,7 +139,6 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
             nonlocal started
             if not started:
                 say(describe(model.parameter_counts()))
-                write_atomically(folder / "run.json", described)  # a resumed run may be a longer one
                 started = True
             text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
             update(done, text)
@@ -131,12 +153,14 @@ def sample(
     n: Annotated[int, typer.Option("-n", "--n", help="Number of samples.")] = 10,
     steps: Annotated[int, typer.Option(help="Steps per block.")] = 1,
     order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "prob",
-    rule: Annotated[str, typer.Option(help="argmax (the paper's) or sample.")] = "argmax",
+    rule: Annotated[
+        str | None, typer.Option(help="argmax (the paper's) or sample. [default: argmax with a latent, else sample]")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     z: Annotated[str, typer.Option(help="once per block, or fresh for every step.")] = "once",
     prompt: Annotated[str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'.")] = None,
-    seed: Annotated[int, typer.Option(help="Sample i uses seed + i, so it is the same in any batch.")] = 0,
+    seed: Annotated[int, typer.Option(help="Sample i depends on the seed and i alone.")] = 0,
     cache: Annotated[bool, typer.Option(help="Keep keys and values of finished blocks.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Show every step of the first sample.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the tokens as .npy.")] = None,
@@ -146,11 +170,15 @@ def sample(
     import torch
 
     from vmd.model import VMD
+    from vmd.training import step_seed
 
     require(n >= 1, f"--n {n}: expected at least 1")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
     loaded = VMD.from_pretrained(model, device=pick_device(device))
     config = loaded.config
+    rule = rule or ("argmax" if config.has_latent else "sample")
+    if prompt is not None and config.has_latent and not config.latent.encoder_sees_mask:
+        say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
     row = [-1] * config.length if prompt is None else parse_prompt(prompt, config.length, config.vocab_size, config.symbols)
     if out is not None:
         check_array_path(out)
@@ -163,7 +191,7 @@ def sample(
         top_p=top_p,
         z=z,
         cache=cache,
-        seeds=[seed + i for i in range(n)],
+        seeds=[step_seed(seed, i) for i in range(n)],
         trace=trace,
     )
     if out is not None:
@@ -216,7 +244,7 @@ def evaluate(
     ]
     print_table(headers, lines)
     if json_out is not None:
-        command = " ".join(["vmd", *sys.argv[1:]])
+        command = shlex.join(["vmd", *sys.argv[1:]])
         write_atomically(json_out, json.dumps({"command": command, "data": data, "rows": rows}, indent=1))
 
 
@@ -276,6 +304,19 @@ def pick_device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     require(name != "cuda" or torch.cuda.is_available(), "--device cuda: no GPU found: expected cpu or auto")
     return name
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """ "5" is seeds 0 to 4; "100,101" and "100," are those."""
+    parts = [part for part in text.split(",") if part]
+    good = parts and all(part.isdecimal() and int(part) < 2**31 for part in parts)
+    require(bool(good), f"--seeds {text}: expected a number of seeds, or seeds such as 100,101")
+    numbers = tuple(int(part) for part in parts)
+    require(len(set(numbers)) == len(numbers), f"--seeds {text}: expected different seeds")
+    if "," in text:
+        return numbers
+    require(1 <= numbers[0] <= 1_000, f"--seeds {text}: expected 1 to 1000")
+    return tuple(range(numbers[0]))
 
 
 def describe(counts: dict[str, int]) -> str:

@@ -1,7 +1,7 @@
 """Many models of one shape trained in one batched step: the seeds of a table's row, or its data sets, together.
 
 Small models leave a GPU idle; M of them side by side fill it. Model m sees its own data, noise and KL weight, and its
-gradients are its own, so training it here is the same mathematics as training it alone.
+gradients are its own, so training it here is training it alone, except that mask counts are stratified over all models.
 """
 
 import copy

@@ -1,5 +1,7 @@
 """Scores of one model: its objective on data, and its samples where the law of the data is known."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,20 +35,24 @@ def evaluate_model(
     )
     for count in steps:
         check_settings(config, count, order, "sample", z, 1.0, 1.0)
-    rows = objective_rows(model, data, n, seed, parse_positions(fixed, config.length))
+    given = parse_positions(fixed, config.length)
+    rows = objective_rows(model, data, n, seed, given)
     if not isinstance(data, Law):
         return rows
     generator = torch.Generator(model.device)
     for count in steps:
         for rule in RULES:
             generator.manual_seed(seed)
-            drawn = model.sample(n, steps=count, order=order, rule=rule, z=z, generator=generator)
+            prompt = torch.full((n, config.length), -1)
+            if given is not None:  # what is given is true
+                prompt = torch.where(given, data.draw(n, generator=torch.Generator().manual_seed(seed)), prompt)
+            drawn = model.sample(prompt=prompt, steps=count, order=order, rule=rule, z=z, generator=generator)
             about = f"rule {rule}, order {order}, {count} steps per block, NFE {drawn.nfe}, n {n}"
             about += f", z {z}" if config.has_latent else ""
             if data.constrains:
                 rows.append(row("accuracy, %", accuracy(drawn.tokens, data), None, about))
             rows.append(row("KL(data || samples), nats", kl_to(data, empirical(drawn.tokens, data)), None, about))
-        if count == 1:
+        if count == 1 and given is None:
             exact = kl_to(data, one_step_probabilities(model, data.sequences, n, generator=generator))
             about = f"rule sample, 1 step per block, {n} latents" if config.has_latent else "rule sample, 1 step per block"
             rows.append(row("KL(data || model), nats, by integration over z", exact, None, about))
@@ -54,7 +60,7 @@ def evaluate_model(
 
 
 def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
-    """The objective in nats per maskable token, on n random rows with fresh masks."""
+    """The objective in bits per maskable token, on n random rows with fresh masks."""
     config, device = model.config, model.device
     generator = torch.Generator(device).manual_seed(seed)
     if isinstance(data, Law):
@@ -70,9 +76,9 @@ def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: 
         shape = model.latent_shape(len(chunk))
         noise = None if shape is None else torch.randn(shape, generator=generator, device=device)
         for name, value in model(chunk, masks, noise)._asdict().items():
-            parts[name].append(value / maskable)
+            parts[name].append(value / (maskable * math.log(2)))
     about = f"{len(x0)} rows, mask counts, KL weight 1"
-    name = "surrogate (not a bound), nats per token" if config.has_latent else "bound at N = block size, nats per token"
+    name = "surrogate (not a bound), bits per token" if config.has_latent else "bound at N = block size, bits per token"
     labels = {"total": name}
     if config.has_latent:
         labels |= {"reconstruction": "  its reconstruction", "kl": "  its KL"}

@@ -221,12 +221,11 @@ class Encoder(nn.Module):
         self.pool = MeanPool()
         self.head = nn.Linear(config.width, 2 * config.latent.dim)
         length, r = config.length, config.block_size
-        self.register_buffer("visible", visibility(length, r, own_clean_block=True), persistent=False)
-        self.register_buffer("block_causal", block_causal(length, r), persistent=False)
-        self.register_buffer("earlier_clean", visibility(length, r, own_clean_block=False), persistent=False)
-        self.visible: Tensor
-        self.block_causal: Tensor
-        self.earlier_clean: Tensor
+        if config.latent.encoder_stream == "doubled":
+            self.register_buffer("visible", visibility(length, r, own_clean_block=True), persistent=False)
+        elif config.blocks > 1:
+            self.register_buffer("block_causal", block_causal(length, r), persistent=False)
+            self.register_buffer("earlier_clean", visibility(length, r, own_clean_block=False), persistent=False)
         if config.latent.encoder_stream == "single" and config.latent.encoder_sees_mask:
             self.mask_bit = nn.Embedding(2, config.width)
 
@@ -241,7 +240,7 @@ class Encoder(nn.Module):
             mask = torch.ones_like(mask)
         positions = torch.arange(x0.shape[1], device=x0.device)
         xt = apply_mask(x0, mask, self.config.vocab_size)
-        return self.trunk(torch.cat([xt, x0], dim=1), positions.repeat(2), self.visible)[:, : x0.shape[1]]
+        return self.trunk(torch.cat([xt, x0], dim=1), positions.repeat(2), self.get_buffer("visible"))[:, : x0.shape[1]]
 
     def single_stream(self, x0: Tensor, mask: Tensor) -> Tensor:
         """x0 alone, block-causal; the mask bits join it.
@@ -250,7 +249,7 @@ class Encoder(nn.Module):
         bits: z^b must not depend on the masks of other blocks.
         """
         positions = torch.arange(x0.shape[1], device=x0.device)
-        visible = None if self.config.blocks == 1 else self.block_causal
+        visible = None if self.config.blocks == 1 else self.get_buffer("block_causal")
         if not self.config.latent.encoder_sees_mask:
             return self.trunk(x0, positions, visible)
         bits = embed(self.mask_bit, mask.long())
@@ -260,7 +259,8 @@ class Encoder(nn.Module):
         *layers, last = self.trunk.blocks
         for block in layers:
             h = block(h, angles, visible, None, None, 0)
-        h = last(torch.cat([h + bits, h], dim=1), angles.repeat(2, 1), self.earlier_clean, None, None, 0)
+        doubled = torch.cat([h + bits, h], dim=1)
+        h = last(doubled, angles.repeat(2, 1), self.get_buffer("earlier_clean"), None, None, 0)
         return self.trunk.norm(h[:, : x0.shape[1]])
 
 

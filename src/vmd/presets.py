@@ -1,4 +1,4 @@
-"""Presets: one for each row of the paper's tables, as the paper has it and as we do it. Imports no torch.
+"""Presets: one for each row of the controlled experiments, as the paper has it and as we do it. Imports no torch.
 
 Names: DATA[-block R][-mdm][-paper], such as `deterministic`, `d1-block2`, `d2-block4-mdm-paper`.
 """
@@ -79,8 +79,8 @@ def synthetic(data: str, block_size: int, *, latent: bool = True, family: str = 
 def poker(latent: bool = True) -> RunConfig:
     """The quickstart: two-word poker hands, in seconds on one core."""
     run = RunConfig(
-        model=ModelConfig(layers=1, latent=LatentConfig(encoder_layers=1, encoder_sees_mask=False)),
-        objective=ObjectiveConfig(kl_weight=0.3),
+        model=ModelConfig(layers=1, latent=LatentConfig(encoder_layers=1)),
+        objective=ObjectiveConfig(kl_weight=0.5),
         training=TrainingConfig(steps=400, batch_size=128, learning_rate=4e-3),
         data=DataConfig(name="poker"),
     )
@@ -94,8 +94,8 @@ def without_latent(run: RunConfig) -> RunConfig:
 def array() -> RunConfig:
     """Your own fixed-length token array: give it with --data FILE.npy."""
     return RunConfig(
-        model=ModelConfig(layers=3, width=128, latent=LatentConfig(encoder_layers=2, encoder_sees_mask=False)),
-        objective=ObjectiveConfig(kl_weight=0.1),
+        model=ModelConfig(layers=3, width=128, latent=LatentConfig(encoder_layers=2)),
+        objective=ObjectiveConfig(kl_weight=0.5),
         training=TrainingConfig(
             steps=3_000,
             batch_size=128,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """Yields `update(done, text)`. Off a terminal it writes one line at the start and one at the end."""
+    """Yields `update(done, text)`. Off a terminal it writes a line for every tenth."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text
@@ -27,15 +27,16 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], 
         TextColumn("{task.fields[text]}", markup=False),
     )
     if not console.is_terminal:
-        last: list[str] = []
+        said, latest = -1, ""
 
-        def remember(done: int, text: str = "") -> None:
-            if not last:  # not before: what is refused is refused in one line
-                print(f"{description}: {total} steps", file=sys.stderr)
-            last[:] = [text or "".join(last)]
+        def tell(done: int, text: str = "") -> None:
+            nonlocal said, latest
+            latest = text or latest
+            if done * 10 // total > said:
+                said = done * 10 // total
+                print(f"{description}: {done} of {total} {latest}".rstrip(), file=sys.stderr)
 
-        yield remember
-        print(f"{description}: done {''.join(last)}".rstrip(), file=sys.stderr)
+        yield tell
         return
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(description, total=total, text="")

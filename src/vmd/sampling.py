@@ -172,7 +172,8 @@ def sample(
 ) -> Samples:
     """Algorithm 2 (one block) and Algorithm 4 (several): fill every gap of the prompt.
 
-    prompt: (n, L) token ids, -1 where the model is to write. Given tokens never move, wherever they stand.
+    prompt: (n, L) token ids, -1 where the model is to write. Given tokens never move, wherever they stand. Their own block
+        and later ones see them; z heeds them if the encoder was trained to see the mask.
     steps: N per block; exactly N evaluations for every block that has a gap in some row.
     order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy.
     rule: argmax (the paper's) or sample (temperature, top_p).

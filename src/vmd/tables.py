@@ -19,7 +19,11 @@ def data_name(data: str) -> str:
 def number(value: float | None, digits: int, stderr: float | None = None) -> str:
     if value is None:
         return ""
-    return f"{value:.{digits}f}" + ("" if stderr is None else f" ± {stderr:.{digits}f}")
+    if stderr is None:
+        return f"{value:.{digits}f}"
+    while 0 < stderr < 0.95 * 10**-digits and digits < 5:  # enough digits to show the error
+        digits += 1
+    return f"{value:.{digits}f} ± {stderr:.{digits}f}"
 
 
 def find(rows: list[dict], **wanted) -> dict | None:

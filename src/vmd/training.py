@@ -55,7 +55,7 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     return config.learning_rate
 
 
-def kl_weight_at(config: ObjectiveConfig, step: int) -> float:
+def kl_warmup(config: ObjectiveConfig, step: int) -> float:
     """The factor of the KL weight at a step: it warms up linearly."""
     return min(1.0, (step + 1) / config.kl_warmup_steps) if config.kl_warmup_steps else 1.0
 
@@ -179,6 +179,8 @@ def train(
         require(out is not None, "resume: expected an output folder to resume from")
         first = load_newest_checkpoint(Path(out or ""), parameters, average, optimizer, to_dict(config))
         log = trim_log(Path(out or ""), first)
+    if out is not None:
+        write_atomically(out / "run.json", json.dumps(to_dict(config), indent=2))
     model.train()
     started, last_time, last_step = time.perf_counter(), time.perf_counter(), first
     for step in range(first, training.steps):
@@ -187,7 +189,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(training, step)
         with precision(training.precision):
-            loss = loss_function(model, batch, weights * kl_weight_at(objective, step), objective.free_bits)
+            loss = loss_function(model, batch, weights * kl_warmup(objective, step), objective.free_bits)
             optimizer.zero_grad(set_to_none=True)
             loss.total.sum().backward()
         norm = clip_gradients(list(parameters.values()), training.clip, per_model=isinstance(model, Ensemble))
