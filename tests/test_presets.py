@@ -100,7 +100,7 @@ def test_the_poker_preset_writes_hands_and_completes_them():
     """The quickstart's promise, with a trained model: two words that agree, and a prompt that is heeded."""
     hands = law("poker")
     run = preset("poker")
-    model = VMD(run.model.resolved(hands.length, hands.vocab_size, hands.symbols))
+    model = VMD.for_data(run.model, hands)
     train(model, hands, run)
     seeds = list(range(1_000))
     assert accuracy(model.sample(1_000, rule="argmax", seeds=seeds).tokens, hands) > 90

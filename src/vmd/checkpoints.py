@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
-from vmd.config import InvalidInput, require
+from vmd.config import InvalidInput, flatten, require
 from vmd.files import make_folder, write_atomically
 
 KEPT = 2
@@ -101,13 +101,3 @@ def require_same_config(path: Path, saved: dict, current: dict) -> None:
     if changed:
         name = changed[0]
         raise InvalidInput(f"{path}: cannot resume with {name}={new.get(name)!r}: the run has {old.get(name)!r}")
-
-
-def flatten(values: dict, prefix: str = "") -> dict:
-    flat: dict = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = list(value) if isinstance(value, tuple) else value
-    return flat

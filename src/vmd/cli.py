@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vmd.config import InvalidInput, RunConfig, override_all, require, require_choice, to_dict
+from vmd.config import InvalidInput, RunConfig, flatten, override_all, require, require_choice, to_dict
 
 app = typer.Typer(
     help="Variational masked diffusion: generate many discrete tokens at once and make them agree.",
@@ -262,8 +262,8 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
             training = f"{run.training.steps} steps of {run.training.batch_size}"
             print(f"{key:28s} {run.data.name or 'your data':16s} {size:8s} {block:10s} {latent:10s} {training}")
         return
-    for field, value in flat(to_dict(preset(name))):
-        value = ",".join(value) if isinstance(value, tuple) else value
+    for field, value in flatten(to_dict(preset(name))).items():
+        value = ",".join(value) if isinstance(value, list) else value
         print(f"{field}={value}")
 
 
@@ -283,13 +283,6 @@ def report(
         write_atomically(path.with_name("table.md"), render(read_results(path)))
         draw_figures(path.parent)
     say(f"{readme}: {'updated' if update_readme(readme, results) else 'unchanged'}")
-
-
-def flat(values: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        out += flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return out
 
 
 def say(text: str) -> None:

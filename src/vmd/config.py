@@ -2,9 +2,8 @@
 
 import dataclasses
 import json
-import types
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 
 class InvalidInput(ValueError):
@@ -142,7 +141,7 @@ class TrainingConfig:
         require_choice("training.optimizer", self.optimizer, ("adam", "adamw"))
         require_choice("training.schedule", self.schedule, ("constant", "cosine", "linear"))
         require_choice("training.precision", self.precision, ("float32", "tf32", "bf16"))
-        for name in ("steps", "batch_size", "log_every", "checkpoint_every"):
+        for name in ("steps", "log_every", "checkpoint_every"):
             require_range(f"training.{name}", getattr(self, name), 1)
         require_range("training.batch_size", self.batch_size, 1, 1_000_000_000)
         for name in ("weight_decay", "warmup_steps", "clip"):
@@ -202,6 +201,17 @@ def to_dict(config: Any) -> dict:
     return dataclasses.asdict(config)
 
 
+def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
+    """{"model": {"width": 64}} -> {"model.width": 64}: the names that `--set` takes."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
 def from_dict(cls: type[Config], values: Any, where: str = "config") -> Config:
     """The inverse of `to_dict`, refusing unknown fields and wrong types."""
     require(isinstance(values, dict), f"{where}: expected an object, got {values!r:.60}")
@@ -222,8 +232,6 @@ def _parse(value: Any, hint: Any, path: str) -> Any:
     if origin is Literal:
         require_choice(path, value, get_args(hint))
         return value
-    if origin in (Union, types.UnionType):
-        raise TypeError(f"{path}: union fields are not supported")
     if origin is tuple:
         items = _parse_list(value, path)
         return tuple(_parse(item, get_args(hint)[0], path) for item in items)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from vmd.attention import KVCache
 from vmd.config import ModelConfig, from_dict, require, to_dict
+from vmd.data import Dataset
 from vmd.files import make_folder, read_json, read_tensors, write_atomically, write_tensors
 from vmd.latent import Gaussian, standard_normal
 from vmd.masking import Masks
@@ -30,6 +31,11 @@ class VMD(nn.Module):
         self.decoder = Decoder(config)
         self.encoder = Encoder(config) if config.has_latent else None
         init_weights(self, torch.Generator().manual_seed(seed))
+
+    @classmethod
+    def for_data(cls, config: ModelConfig, data: Dataset, *, seed: int = 0) -> "VMD":
+        """A model whose length, vocabulary and symbols are those of the data."""
+        return cls(config.resolved(data.length, data.vocab_size, data.symbols), seed=seed)
 
     @property
     def mask_id(self) -> int:
