@@ -123,7 +123,8 @@ def print_table(headers: Sequence[str], lines: Sequence[Sequence[str]], title: s
         print(to_markdown(headers, lines), end="")
         return
     table = RichTable(title=title or None)
-    for header in headers:
+    table.add_column(headers[0], min_width=min(30, max(len(cells[0]) for cells in lines)))
+    for header in headers[1:]:
         table.add_column(header)
     for cells in lines:
         table.add_row(*cells)
