@@ -19,6 +19,13 @@ def require_choice(name: str, value: Any, choices: tuple) -> None:
     require(value in choices, f"{name}={value!r}: expected one of {', '.join(map(str, choices))}")
 
 
+def require_literals(section: str, config: Any) -> None:
+    """Every field declared as a Literal has one of its values."""
+    for name, hint in get_type_hints(type(config)).items():
+        if get_origin(hint) is Literal:
+            require_choice(f"{section}.{name}", getattr(config, name), get_args(hint))
+
+
 def require_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
     limits = f"at least {low:g}" if high == float("inf") else f"between {low:g} and {high:g}"
     require(low <= value <= high, f"{name}={value}: expected a number {limits}")
@@ -36,8 +43,7 @@ class LatentConfig:
     on_clean: bool = False  # z^b also modulates the clean block b, so that later blocks see it (the paper's z^{<=b})
 
     def __post_init__(self) -> None:
-        require_choice("model.latent.kind", self.kind, ("none", "gaussian"))
-        require_choice("model.latent.encoder_stream", self.encoder_stream, ("single", "doubled"))
+        require_literals("model.latent", self)
         require_range("model.latent.dim", self.dim, 1, 65_536)
         require_range("model.latent.encoder_layers", self.encoder_layers, 1, 1_000)
 
@@ -114,7 +120,7 @@ class ObjectiveConfig:
     free_bits: float = 0.0  # nats per block below which the KL is not pushed down
 
     def __post_init__(self) -> None:
-        require_choice("objective.masking", self.masking, ("counts", "times"))
+        require_literals("objective", self)
         require_range("objective.kl_weight", self.kl_weight, 0)
         require_range("objective.kl_warmup_steps", self.kl_warmup_steps, 0)
         require_range("objective.free_bits", self.free_bits, 0)
@@ -138,9 +144,7 @@ class TrainingConfig:
     checkpoint_every: int = 500
 
     def __post_init__(self) -> None:
-        require_choice("training.optimizer", self.optimizer, ("adam", "adamw"))
-        require_choice("training.schedule", self.schedule, ("constant", "cosine", "linear"))
-        require_choice("training.precision", self.precision, ("float32", "tf32", "bf16"))
+        require_literals("training", self)
         for name in ("steps", "log_every", "checkpoint_every"):
             require_range(f"training.{name}", getattr(self, name), 1)
         require_range("training.batch_size", self.batch_size, 1, 1_000_000_000)
