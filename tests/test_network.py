@@ -9,7 +9,7 @@ from torch import Tensor
 from helpers import NO_LATENT, latent, random_tokens, tiny_config, tiny_model
 from vmd.masking import apply_mask, draw_masks
 from vmd.model import VMD
-from vmd.network import embed, init_weights, rotate
+from vmd.network import init_weights, rotate
 
 V = 5
 SHAPES = [(4, 1), (4, 2), (6, 2), (9, 3), (4, 4)]  # both attention paths, and one block
@@ -182,18 +182,6 @@ def test_on_the_doubled_stream_that_is_the_posterior_of_the_all_masked_block(len
     with torch.no_grad():
         expected = torch.cat(seeing.encode(x0, torch.ones_like(mask)), dim=-1)
         assert same(torch.cat(unseeing.encode(x0, mask), dim=-1), expected)
-
-
-@pytest.mark.parametrize("rows", [2, 6, 64, 65, 200])
-def test_embedding_is_the_look_up_for_small_and_large_tables(rows):
-    table = torch.nn.Embedding(rows, 4)
-    tokens = torch.randint(rows, (3, 5), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(embed(table, tokens), table(tokens))
-    weights = torch.randn(3, 5, 4)
-    by_embed, by_table = (
-        torch.autograd.grad((f * weights).sum(), table.weight)[0] for f in (embed(table, tokens), table(tokens))
-    )
-    torch.testing.assert_close(by_embed, by_table)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 100])

@@ -78,7 +78,7 @@ def reproduce(
 
 @app.command()
 def train(
-    preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`). [default: array, for your own data]")] = "array",
+    preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`); array is for your own data.")] = "array",
     data: Annotated[str | None, typer.Option(help="A named data set or an .npy array of integers (rows, length).")] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/PRESET]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")] = False,

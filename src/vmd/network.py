@@ -31,15 +31,6 @@ def gate_by(h: Tensor, gate: Tensor) -> Tensor:
     return (h.unflatten(1, (gate.shape[1], -1)) * (1 + gate.unsqueeze(2))).flatten(1, 2)
 
 
-def embed(table: nn.Embedding, tokens: Tensor) -> Tensor:
-    """Rows of a table. On a GPU small tables go by a matrix product: the gradient of a look-up would add many rows into
-    the same few addresses."""
-    if not tokens.is_cuda or table.num_embeddings > 64:
-        return table(tokens)
-    one_hot = tokens.unsqueeze(-1) == torch.arange(table.num_embeddings, device=tokens.device)
-    return one_hot.to(table.weight.dtype) @ table.weight
-
-
 class Block(nn.Module):
     """A DiT block. Its layer norms have static scales and shifts; a latent adds to them (adaptive layer norm).
 
@@ -116,7 +107,7 @@ class Trunk(nn.Module):
         return self.norm(h)
 
     def embedding(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return embed(self.token, tokens) + self.position(positions)
+        return self.token(tokens) + self.position(positions)
 
 
 class LatentPathway(nn.Module):
@@ -252,7 +243,7 @@ class Encoder(nn.Module):
         visible = None if self.config.blocks == 1 else self.get_buffer("block_causal")
         if not self.config.latent.encoder_sees_mask:
             return self.trunk(x0, positions, visible)
-        bits = embed(self.mask_bit, mask.long())
+        bits = self.mask_bit(mask.long())
         if self.config.blocks == 1:
             return self.trunk(x0, positions, None, added=bits)
         h, angles = self.trunk.embedding(x0, positions), self.trunk.angles
