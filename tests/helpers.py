@@ -99,13 +99,10 @@ class LawOracle:
     def latent_shape(self, batch: int):
         return None
 
-    def prior(self, like: Tensor):
-        raise AssertionError("this oracle has no latent")
-
     def predictor(self, batch: int, *, cached: bool = True):
         return self
 
-    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
         self.calls.append(block)
         r = self.config.block_size
         return conditionals(self.law, canvas)[:, block * r : (block + 1) * r].log()
@@ -135,11 +132,17 @@ class LatentOracle(LawOracle):
     def latent_shape(self, batch: int):
         return (batch, self.config.blocks, 1)
 
-    def prior(self, like: Tensor) -> UniformIndex:
+    def prior(self) -> UniformIndex:
         return UniformIndex(len(self.law.sequences))
 
-    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
+    def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None:
         assert z is not None
+        z[:, block] = self.prior().draw(noise)
+
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
+        assert z is not None
+        if noise is not None:
+            self.draw(canvas, block, z, noise)
         self.calls.append(block)
         self.seen.append(z.clone())
         r = self.config.block_size
@@ -155,7 +158,7 @@ class FixedLogits(LawOracle):
         self.logits, self.calls = logits, []
         self.config = tiny_config(length, block_size or length, vocab_size)
 
-    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
         self.calls.append(block)
         r = self.config.block_size
         return self.logits[block * r : (block + 1) * r].expand(len(canvas), -1, -1)

@@ -58,7 +58,7 @@ def test_the_exact_objective_is_the_sum_over_all_joint_masks(z_config):
     for combination in itertools.product(patterns, repeat=2):
         counts = torch.tensor([int(p.sum()) for p in combination])
         probability = math.prod(1 / (r * math.comb(r, int(k))) for k in counts)
-        masks = Masks(torch.cat(combination).expand(3, -1), (r / counts).expand(3, -1))
+        masks = Masks(*[torch.cat(combination).expand(3, -1)] * 2, (r / counts).expand(3, -1))
         total += probability * objective(model.denoise, encoder_of(model), x0, masks, 5, noise=noise).total.double()
     exact = exact_objective(model.denoise, encoder_of(model), x0, r, 5, noise=None if noise is None else noise[None])
     torch.testing.assert_close(exact.total, total, atol=1e-5, rtol=1e-5)
@@ -149,7 +149,7 @@ def told_the_sequence(xt, x0, z):
 def test_an_ideal_latent_costs_what_first_principles_say(kl_where, expected):
     known = deterministic()
 
-    def encode(x0, mask):
+    def encode(x0, mask, target):
         return IdealPosterior(x0[:, 0], kl_where(mask))
 
     noise = torch.randn(1, 10, 1, 1)
@@ -162,7 +162,7 @@ def test_the_papers_objective_is_no_bound():
     """With an ideal latent it falls to half of the entropy: 1.151 < 2.303 nats."""
     known = deterministic()
 
-    def encode(x0, mask):
+    def encode(x0, mask, target):
         return IdealPosterior(x0[:, 0], LN10 * mask.all(-1, keepdim=True).double())
 
     loss = exact_objective(told_the_sequence, encode, known.sequences, 2, 10, noise=torch.randn(1, 10, 1, 1))
@@ -171,7 +171,7 @@ def test_the_papers_objective_is_no_bound():
     assert value < known.entropy - 1
 
 
-def unit_posterior(x0, mask):
+def unit_posterior(x0, mask, target):
     """KL = dim/2 to the standard normal prior, for two blocks."""
     return Gaussian(torch.ones(len(x0), 2, 4), torch.zeros(len(x0), 2, 4))
 
@@ -182,7 +182,7 @@ def uniform_denoiser(xt, x0, z):
 
 def losses(weight, mask, **options):
     x0 = random_tokens(1, 4)
-    masks = Masks(torch.tensor([mask]), torch.tensor([weight]))
+    masks = Masks(torch.tensor([mask]), torch.tensor([mask]), torch.tensor([weight]))
     loss = objective(uniform_denoiser, unit_posterior, x0, masks, 5, noise=torch.zeros(1, 2, 4), **options)
     return tuple(float(part) for part in loss)
 
@@ -211,10 +211,10 @@ def test_free_bits_charge_at_least_so_much_per_block_and_report_the_true_kl():
 @pytest.mark.parametrize(("free_bits", "pushed"), [(0.0, True), (1.0, True), (3.0, False)])
 def test_free_bits_stop_the_push_on_small_kls_alone(free_bits, pushed):
     mean = torch.ones(1, 2, 4, requires_grad=True)
-    masks = Masks(torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 2))
+    masks = Masks(*[torch.ones(1, 4, dtype=torch.bool)] * 2, torch.ones(1, 2))
     loss = objective(
         uniform_denoiser,
-        lambda x0, mask: Gaussian(mean, torch.zeros(1, 2, 4)),
+        lambda x0, mask, target: Gaussian(mean, torch.zeros(1, 2, 4)),
         random_tokens(1, 4),
         masks,
         5,
@@ -248,10 +248,10 @@ def test_the_denoiser_is_shown_masked_tokens_as_mask_and_the_encoder_the_truth()
         assert torch.equal(z, torch.full((4, 2, 4), 3.0))  # mean 1 + std 1 * noise 2
         return torch.zeros(4, 4, 5)
 
-    def encode(clean, mask):
+    def encode(clean, mask, target):
         assert torch.equal(clean, x0)
         assert torch.equal(mask, masks.mask)
-        return unit_posterior(clean, mask)
+        return unit_posterior(clean, mask, target)
 
     objective(denoise, encode, x0, masks, 5, noise=torch.full((4, 2, 4), 2.0))
 

@@ -1,5 +1,8 @@
 """What sees what, attention behind one name, and the cache of keys and values."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,6 +44,34 @@ def attend_short(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Ten
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     return (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(-3)).sum(-2)
+
+
+class CleanPrefix:
+    """Keys and values of the clean stream, recorded layer by layer, for noisy streams that share it.
+
+    `update` puts them behind a pass's own, repeated where the pass has several rows for each clean one.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._recording = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._recording = True
+        yield
+        self._recording = False
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self._recording:
+            self.layers[layer] = (k, v)
+            return k, v
+        clean_k, clean_v = self.layers[layer]
+        each = len(k) // len(clean_k)
+        return (
+            torch.cat([k, clean_k.repeat_interleave(each, dim=0)], dim=2),
+            torch.cat([v, clean_v.repeat_interleave(each, dim=0)], dim=2),
+        )
 
 
 class KVCache:

@@ -263,7 +263,7 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
             print(f"{key:28s} {run.data.name or 'your data':16s} {size:8s} {block:10s} {latent:10s} {training}")
         return
     for field, value in flatten(to_dict(preset(name))).items():
-        value = ",".join(value) if isinstance(value, list) else value
+        value = ",".join(map(str, value)) if isinstance(value, list) else value
         print(f"{field}={value}")
 
 

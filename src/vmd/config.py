@@ -33,19 +33,37 @@ def require_range(name: str, value: float, low: float, high: float = float("inf"
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """The latent of each block, and the encoder that infers it while training."""
+    """The latent of each block: a Gaussian with an encoder that infers it while training, or one of K codes, summed over."""
 
-    kind: Literal["none", "gaussian"] = "gaussian"
+    kind: Literal["none", "gaussian", "categorical"] = "gaussian"
+    # gaussian
     dim: int = 32
     encoder_layers: int = 2
     encoder_stream: Literal["single", "doubled"] = "single"  # (x0, mask bit), or the paper's [xt ; x0]
     encoder_sees_mask: bool = True  # the paper's q(z | x0, xt); off: q(z | x0), one meaning of z for all steps
     on_clean: bool = False  # z^b also modulates the clean block b, so that later blocks see it (the paper's z^{<=b})
+    prior: Literal["normal", "learned"] = "normal"  # the paper's N(0, I), or p(z^b | revealed tokens, earlier blocks)
+    prior_layers: int = 1  # of the network of a learned prior
+    # categorical
+    codes: int = 64
+    head: Literal["bilinear", "additive"] = "bilinear"  # how the code enters the output layer
+    head_dim: int = 0  # rank of the bilinear head; 0: the width
+    code_layers: int = 0  # the code also modulates the last layers, this many: better, at their cost for every code
+    code_chunk: int = 0  # codes scored at a time, to bound memory; 0: all
 
     def __post_init__(self) -> None:
         require_literals("model.latent", self)
         require_range("model.latent.dim", self.dim, 1, 65_536)
         require_range("model.latent.encoder_layers", self.encoder_layers, 1, 1_000)
+        require_range("model.latent.prior_layers", self.prior_layers, 1, 1_000)
+        require_range("model.latent.codes", self.codes, 2, 65_536)
+        require_range("model.latent.head_dim", self.head_dim, 0, 65_536)
+        require_range("model.latent.code_layers", self.code_layers, 0, 1_000)
+        require_range("model.latent.code_chunk", self.code_chunk, 0)
+        require(
+            not (self.kind == "categorical" and self.on_clean),
+            "model.latent.on_clean=true: expected false with a categorical latent, whose codes are summed block by block",
+        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,11 @@ class ModelConfig:
             self.width % (2 * self.heads) == 0,
             f"model.width={self.width}: expected a multiple of 2 * model.heads = {2 * self.heads}",
         )
+        require(
+            self.latent.kind != "categorical" or self.latent.code_layers < self.layers,
+            f"model.latent.code_layers={self.latent.code_layers}: expected fewer than model.layers = {self.layers}: "
+            "the prior of the code comes from the layers before",
+        )
         if self.block_size and self.length:
             require(
                 self.length % self.block_size == 0,
@@ -91,6 +114,11 @@ class ModelConfig:
     @property
     def has_latent(self) -> bool:
         return self.latent.kind != "none"
+
+    @property
+    def z_reaches_later_blocks(self) -> bool:
+        """Then a likelihood cannot be taken block by block, and z must be drawn once per block."""
+        return self.latent.kind == "gaussian" and self.latent.on_clean and self.blocks > 1
 
     def resolved(self, length: int, vocab_size: int, symbols: tuple[str, ...] = ()) -> "ModelConfig":
         """Fill in what the data decides."""
@@ -114,16 +142,53 @@ class ModelConfig:
 class ObjectiveConfig:
     """How masks are drawn and what the KL term weighs (in nats, summed over the latent's dimensions)."""
 
-    masking: Literal["counts", "times"] = "counts"
+    # counts and times: Eq. 2, 5 and 7. steps: the certified bound of the sampler that will be run.
+    masking: Literal["counts", "times", "steps"] = "counts"
+    steps: tuple[int, ...] = (1,)  # of masking=steps: numbers of steps per block, equally often
+    z: Literal["fresh", "once"] = "fresh"  # of masking=steps: how the sampler draws z
+    samples: int = 1  # draws of z from the encoder; more than one: the importance-weighted bound
     kl_weight: float = 1.0
     kl_warmup_steps: int = 0  # the weight rises linearly from 0 over these steps
     free_bits: float = 0.0  # nats per block below which the KL is not pushed down
 
     def __post_init__(self) -> None:
         require_literals("objective", self)
+        require(len(self.steps) > 0, "objective.steps is empty: expected numbers of steps per block, such as 1,2")
+        for count in self.steps:
+            require_range("objective.steps", count, 1)
+        require_range("objective.samples", self.samples, 1, 1_000_000)
         require_range("objective.kl_weight", self.kl_weight, 0)
         require_range("objective.kl_warmup_steps", self.kl_warmup_steps, 0)
         require_range("objective.free_bits", self.free_bits, 0)
+        require(
+            self.samples == 1 or (self.kl_weight == 1 and not self.kl_warmup_steps and not self.free_bits),
+            f"objective.samples={self.samples}: expected kl_weight 1, no warm-up and no free bits: "
+            "importance weights have no KL term to weigh",
+        )
+
+    def check(self, model: ModelConfig) -> None:
+        """What depends on the model."""
+        require(
+            self.masking != "steps" or max(self.steps) <= model.block_size,
+            f"objective.steps={max(self.steps)}: expected 1 to {model.block_size}, the block size",
+        )
+        if model.latent.kind == "categorical":
+            plain = self.kl_weight == 1 and not self.kl_warmup_steps and not self.free_bits and self.samples == 1
+            require(
+                plain,
+                "a categorical latent is summed exactly and has no KL term: expected objective.kl_weight 1, samples 1, "
+                "no warm-up and no free bits",
+            )
+        if model.z_reaches_later_blocks:
+            require(
+                self.samples == 1,
+                f"objective.samples={self.samples}: expected 1 with model.latent.on_clean: z of a block reaches later "
+                "blocks, and importance weights of single blocks would be no bound",
+            )
+            require(
+                self.masking != "steps" or self.z == "once" or max(self.steps) == 1,
+                "objective.z=fresh: expected once with model.latent.on_clean: which draw later blocks see is undefined",
+            )
 
 
 @dataclass(frozen=True)

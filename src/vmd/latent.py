@@ -1,7 +1,8 @@
 """Latents: one z per block, shared by all tokens of the block that are decoded together.
 
-A latent family is a record with three abilities: reparameterised draws from given noise, the KL to a prior, and
-log-densities. The networks give posteriors as such records, and priors too where they are learned.
+A latent family is a record that draws from given normal noise. The Gaussian also has the KL to a prior and log-densities:
+its posterior is inferred by an encoder. The codes of a categorical latent are few enough to be summed over, so it needs
+neither.
 """
 
 import math
@@ -30,6 +31,20 @@ class Gaussian(NamedTuple):
     def log_prob(self, z: Tensor) -> Tensor:
         scaled = (z - self.mean) * (-self.log_std).exp()
         return (-0.5 * scaled**2 - self.log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+
+
+class Categorical(NamedTuple):
+    """One of K codes."""
+
+    log_probs: Tensor  # (..., K), normalised
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """(..., 1) code numbers from eps ~ N(0, 1), (..., 1): Phi(eps) is uniform and inverts the distribution function."""
+        cumulative = self.log_probs.double().exp().cumsum(-1)
+        total = cumulative[..., -1:]
+        below_total = torch.nextafter(total, torch.zeros_like(total))
+        target = torch.minimum(torch.special.ndtr(noise.double()) * total, below_total)
+        return torch.searchsorted(cumulative, target, right=True).to(noise.dtype)
 
 
 def standard_normal(like: Tensor) -> Gaussian:

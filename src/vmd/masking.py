@@ -9,8 +9,11 @@ from torch import Tensor
 
 
 class Masks(NamedTuple):
-    mask: Tensor  # (B, L) bool: True where x0 is hidden
-    weight: Tensor  # (B, blocks): m/k for mask counts, 1/t for times; 0 where nothing is masked
+    """What a step of the sampler sees and what it is asked. With a dimension of steps, (B, J, L), the J steps of one z."""
+
+    mask: Tensor  # (B, L) bool: True where the network is shown [MASK]
+    target: Tensor  # (B, L) bool: the masked tokens that are scored; all of them in the paper's objective
+    weight: Tensor  # (B, blocks): m/k for mask counts, 1/t for times, N for steps; 0 where nothing is scored
 
 
 def apply_mask(x0: Tensor, mask: Tensor, mask_id: int) -> Tensor:
@@ -67,7 +70,54 @@ def draw_masks(
         weight = (1 - t_min) / t * mask.any(-1)
     else:
         raise ValueError(f"kind={kind!r}: expected counts or times")
-    return Masks(mask.view(batch, length), weight.float())
+    mask = mask.view(batch, length)
+    return Masks(mask, mask, weight.float())
+
+
+def ceil_share(step: Tensor | int, count: Tensor, steps: Tensor | int) -> Tensor:
+    """ceil(j m / N): how many of m tokens are revealed after j of N steps."""
+    return (step * count + steps - 1) // steps
+
+
+def draw_steps(
+    x0: Tensor,
+    block_size: int,
+    choices: tuple[int, ...],
+    *,
+    whole: bool = False,
+    fixed: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Masks:
+    """A random step of the sampler that fills each block in N steps and random order, N one of the choices.
+
+    Step j shows what the steps before it revealed and scores what it reveals itself. Its weight N makes the expectation
+    that of the sum over all steps. With `whole` all steps come, (B, J, L) for J = max(choices), each of weight 1, and rows
+    of fewer steps end with empty ones. Stratified over rows and blocks; fixed tokens are never masked.
+    """
+    batch, length = x0.shape
+    blocks, device = length // block_size, x0.device
+    maskable = torch.ones(batch, length, dtype=torch.bool, device=device)
+    if fixed is not None:
+        maskable = ~fixed.expand(batch, length)
+    maskable = maskable.view(batch, blocks, block_size)
+    u = stratified_uniforms(batch * blocks, generator=generator, device=device).view(batch, blocks) * len(choices)
+    chosen = u.long().clamp(max=len(choices) - 1)
+    steps = torch.tensor(choices, device=device)[chosen]  # (B, blocks)
+    scores = torch.rand(batch, blocks, block_size, generator=generator, device=device)
+    rank = scores.masked_fill(~maskable, 2.0).argsort(-1).argsort(-1)
+    m = maskable.sum(-1)
+    if whole:
+        j = torch.arange(max(choices), device=device).view(-1, 1, 1)  # (J, 1, 1)
+        weight = (m > 0).float()
+    else:
+        j = torch.minimum(((u - chosen) * steps).long(), steps - 1)
+        weight = (steps * (ceil_share(j + 1, m, steps) > ceil_share(j, m, steps))).float()
+    before = ceil_share(torch.minimum(j, steps), m, steps).unsqueeze(-1)  # ((J,) B, blocks, 1)
+    after = ceil_share(torch.minimum(j + 1, steps), m, steps).unsqueeze(-1)
+    mask = (rank >= before) & maskable
+    target = mask & (rank < after)
+    mask, target = mask.flatten(-2), target.flatten(-2)
+    return Masks(mask.movedim(0, 1), target.movedim(0, 1), weight) if whole else Masks(mask, target, weight)
 
 
 def all_masks(block_size: int) -> tuple[Tensor, Tensor]:

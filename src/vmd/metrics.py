@@ -61,7 +61,7 @@ def one_step_probabilities(
         prefixes, which = sequences[:1, :0], sequences.new_zeros(len(sequences))
     x0 = torch.cat([prefixes, prefixes.new_zeros(len(prefixes), r)], dim=1)  # (U, L)
     draws = draws if config.has_latent else 1
-    joint = config.has_latent and config.latent.on_clean
+    joint = config.z_reaches_later_blocks
     total = torch.full((len(sequences), 1 if joint else blocks), -math.inf, device=device, dtype=torch.float64)
     per_pass = max(1, chunk // len(x0))
     for start in range(0, draws, per_pass):

@@ -10,10 +10,10 @@ from vmd.attention import KVCache
 from vmd.config import ModelConfig, from_dict, require, to_dict
 from vmd.data import Dataset
 from vmd.files import make_folder, read_json, read_tensors, write_atomically, write_tensors
-from vmd.latent import Gaussian, standard_normal
+from vmd.latent import Categorical, Gaussian, standard_normal
 from vmd.masking import Masks
-from vmd.network import Decoder, Encoder, init_weights
-from vmd.objective import Loss, objective
+from vmd.network import CodeFeatures, Decoder, Encoder, PriorNetwork, init_weights
+from vmd.objective import Codes, Loss, code_objective, objective
 from vmd.sampling import Samples, sample
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -29,7 +29,9 @@ class VMD(nn.Module):
         config = config.resolved(config.length, config.vocab_size)
         self.config = config
         self.decoder = Decoder(config)
-        self.encoder = Encoder(config) if config.has_latent else None
+        gaussian = config.latent.kind == "gaussian"
+        self.encoder = Encoder(config) if gaussian else None
+        self.prior_network = PriorNetwork(config) if gaussian and config.latent.prior == "learned" else None
         init_weights(self, torch.Generator().manual_seed(seed))
 
     @classmethod
@@ -46,30 +48,53 @@ class VMD(nn.Module):
     def device(self) -> torch.device:
         return self.decoder.head.weight.device
 
-    def encode(self, x0: Tensor, mask: Tensor) -> Gaussian:
-        """q(z^b | x0^{<=b}, xt^b) for every block."""
-        assert self.encoder is not None, "a model without latent has no encoder"
-        return self.encoder(x0, mask)
+    def encode(self, x0: Tensor, mask: Tensor, target: Tensor | None = None) -> Gaussian:
+        """q(z^b | x0^{<=b}, xt^b) for every block; of the masked tokens it may see the targets (default: all)."""
+        assert self.encoder is not None, "this model has no encoder"
+        return self.encoder(x0, mask, target)
+
+    def prior(self, xt: Tensor, x0: Tensor) -> Gaussian | Categorical:
+        """p(z^b | xt^b, x0^{<b}) for every block: N(0, I) unless it is learned."""
+        if self.config.latent.kind == "categorical":
+            return self.decoder.code_features(xt, x0).prior
+        return self.gaussian_prior(xt, x0)
+
+    def gaussian_prior(self, xt: Tensor, x0: Tensor) -> Gaussian:
+        if self.prior_network is not None:
+            return self.prior_network(xt, x0)
+        return standard_normal(torch.zeros(self.latent_shape(len(xt)) or (), device=xt.device))
 
     def denoise(self, xt: Tensor, x0: Tensor, z: Tensor | None = None) -> Tensor:
         """Logits (B, L, V) of p(x0^b | xt^b, x0^{<b}, z) for all blocks at once."""
         return self.decoder(xt, x0, z)
 
+    def codes(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes:
+        """Prior and likelihood of the targets under every code, (B, blocks, K) each."""
+        return self.decoder.code_scores(xt, x0, target)
+
     def forward(
         self, x0: Tensor, masks: Masks, noise: Tensor | None, kl_weight: float | Tensor = 1.0, free_bits: float = 0.0
     ) -> Loss:
         """Algorithms 1 and 3, line "compute the loss": a pure function of its arguments and the weights."""
-        encode = None if self.encoder is None else self.encode
+        if self.config.latent.kind == "categorical":
+            return code_objective(self.codes, x0, masks, self.mask_id)
         return objective(
-            self.denoise, encode, x0, masks, self.mask_id, noise=noise, kl_weight=kl_weight, free_bits=free_bits
+            self.denoise,
+            None if self.encoder is None else self.encode,
+            x0,
+            masks,
+            self.mask_id,
+            prior=None if self.prior_network is None else self.gaussian_prior,
+            noise=noise,
+            kl_weight=kl_weight,
+            free_bits=free_bits,
         )
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None:
-        """(B, blocks, dim) of the latents of a batch; None for a model without."""
-        return (batch, self.config.blocks, self.config.latent.dim) if self.config.has_latent else None
-
-    def prior(self, like: Tensor) -> Gaussian:
-        return standard_normal(like)
+        """(B, blocks, dim) of the latents of a batch, dim 1 for code numbers; None for a model without."""
+        dims = {"none": 0, "gaussian": self.config.latent.dim, "categorical": 1}
+        dim = dims[self.config.latent.kind]
+        return (batch, self.config.blocks, dim) if dim else None
 
     def predictor(self, batch: int, *, cached: bool = True) -> "Predictor":
         """What the sampler calls, for a batch of that many rows."""
@@ -98,11 +123,13 @@ class VMD(nn.Module):
         return Samples.concatenate(parts)
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters of the decoder's backbone (equal with and without z), of the latent pathway and of the encoder."""
-        counts = {"backbone": 0, "pathway": 0, "encoder": 0}
+        """Parameters of the decoder's backbone (equal with and without z), of the latent pathway, the encoder and the
+        network of a learned prior."""
+        counts = {"backbone": 0, "pathway": 0, "encoder": 0, "prior": 0}
+        homes = {"encoder": "encoder", "prior_network": "prior"}
         for name, parameter in self.named_parameters():
             part = "pathway" if "pathway." in name or ".modulation." in name else "backbone"
-            counts["encoder" if name.startswith("encoder.") else part] += parameter.numel()
+            counts[homes.get(name.split(".")[0], part)] += parameter.numel()
         return counts
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -132,15 +159,51 @@ class Predictor:
 
     def __init__(self, model: VMD):
         self.model = model
+        self.codes = model.config.latent.kind == "categorical"
 
-    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
-        """Logits (B, r, V) of block b, given the canvas (B, L) with [MASK] for what is unknown and z^{<=b} (B, C, dim)."""
-        r = self.model.config.block_size
-        return self.model.denoise(canvas, canvas, z)[:, block * r : (block + 1) * r]
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
+        """Logits (B, r, V) of block b, given the canvas (B, L) with [MASK] for what is unknown and z^{<=b} (B, C, dim).
+
+        With noise (B, dim), z^b is first drawn from its prior and written into z.
+        """
+        if self.codes and z is not None:
+            features = self._code_features(canvas, block)
+            if noise is not None:
+                self._write(z, block, features.prior, noise)
+            return self._code_logits(features, block, z)
+        if noise is not None:
+            self.draw(canvas, block, z, noise)
+        return self._logits(canvas, block, z)
+
+    def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None:
+        """Draw z^b from its prior alone, for a block in which nothing is left to write."""
+        assert z is not None
+        prior = self._code_features(canvas, block).prior if self.codes else self._gaussian_prior(canvas, block)
+        self._write(z, block, prior, noise)
 
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int:
         """Block b is finished. Returns the number of network passes that took."""
         return 0
+
+    def _write(self, z: Tensor, block: int, prior: Gaussian | Categorical, noise: Tensor) -> None:
+        place = block if prior[0].shape[1] > 1 else 0  # a pass over one block knows that block's prior alone
+        z[:, block] = type(prior)(*(part[:, place] for part in prior)).draw(noise)
+
+    def _block(self, x: Tensor, block: int) -> Tensor:
+        r = self.model.config.block_size
+        return x[:, block * r : (block + 1) * r]
+
+    def _logits(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
+        return self._block(self.model.denoise(canvas, canvas, z), block)
+
+    def _gaussian_prior(self, canvas: Tensor, block: int) -> Gaussian:
+        return self.model.gaussian_prior(canvas, canvas)
+
+    def _code_features(self, canvas: Tensor, block: int) -> CodeFeatures:
+        return self.model.decoder.code_features(canvas, canvas)
+
+    def _code_logits(self, features: CodeFeatures, block: int, z: Tensor) -> Tensor:
+        return self._block(self.model.decoder.code_logits(features, z[..., 0].long()), block)
 
 
 class CachedPredictor(Predictor):
@@ -149,24 +212,42 @@ class CachedPredictor(Predictor):
     def __init__(self, model: VMD, batch: int):
         super().__init__(model)
         c = model.config
-        dtype = model.decoder.head.weight.dtype
-        self.cache = KVCache(c.layers, batch, c.heads, c.length, c.width // c.heads, device=model.device, dtype=dtype)
+        device, dtype = model.device, model.decoder.head.weight.dtype
 
-    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
-        return self._pass(canvas, block, z, clean=False)
+        def cache(layers: int) -> KVCache:
+            return KVCache(layers, batch, c.heads, c.length, c.width // c.heads, device=device, dtype=dtype)
+
+        self.cache = cache(c.layers)
+        self.prior_cache = None if model.prior_network is None else cache(c.latent.prior_layers)
 
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int:
-        if block + 1 == self.model.config.blocks:
+        """One pass fills the cache; that of a learned prior's small network is counted with it."""
+        c = self.model.config
+        if block + 1 == c.blocks:
             return 0  # nothing reads the last block's keys
-        self._pass(canvas, block, z, clean=True)
-        self.cache.advance(self.model.config.block_size)
+        tokens = self._block(canvas, block)
+        z_block = None if z is None or self.codes else z[:, block]
+        self.model.decoder.forward_block(tokens, block, z_block, self.cache, clean=True)
+        self.cache.advance(c.block_size)
+        if self.prior_cache is not None and self.model.prior_network is not None:
+            self.model.prior_network.forward_block(tokens, block, self.prior_cache)
+            self.prior_cache.advance(c.block_size)
         return 1
 
-    def _pass(self, canvas: Tensor, block: int, z: Tensor | None, *, clean: bool) -> Tensor:
-        r = self.model.config.block_size
-        tokens = canvas[:, block * r : (block + 1) * r]
+    def _logits(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
         z_block = None if z is None else z[:, block]
-        return self.model.decoder.forward_block(tokens, block, z_block, self.cache, clean=clean)
+        return self.model.decoder.forward_block(self._block(canvas, block), block, z_block, self.cache, clean=False)
+
+    def _gaussian_prior(self, canvas: Tensor, block: int) -> Gaussian:
+        if self.model.prior_network is None or self.prior_cache is None:
+            return self.model.gaussian_prior(canvas, canvas)
+        return self.model.prior_network.forward_block(self._block(canvas, block), block, self.prior_cache)
+
+    def _code_features(self, canvas: Tensor, block: int) -> CodeFeatures:
+        return self.model.decoder.code_block_features(self._block(canvas, block), block, self.cache)
+
+    def _code_logits(self, features: CodeFeatures, block: int, z: Tensor) -> Tensor:
+        return self.model.decoder.code_logits(features, z[:, block].long())
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:

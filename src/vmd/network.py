@@ -1,17 +1,23 @@
-"""The networks: a decoder p(x0 | xt, z) and an encoder q(z | x0, xt), both made of the same DiT blocks.
+"""The networks: a decoder p(x0 | xt, z), an encoder q(z | x0, xt) and a prior p(z | xt), all made of the same DiT blocks.
 
 Shapes: B rows, L tokens, T tokens of a pass (L, or 2L for the doubled sequence), C blocks of r tokens in a pass,
-D width, H heads, V vocabulary.
+D width, H heads, V vocabulary, K codes.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from vmd.attention import KVCache, attend, block_causal, visibility
+from vmd.attention import CleanPrefix, KVCache, attend, block_causal, visibility
 from vmd.config import ModelConfig
-from vmd.latent import Gaussian
+from vmd.latent import Categorical, Gaussian
 from vmd.masking import apply_mask
+from vmd.objective import Codes
+
+Keys = KVCache | CleanPrefix
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
@@ -49,7 +55,7 @@ class Block(nn.Module):
         self.modulation = nn.Linear(width, 6 * width, bias=False) if conditioned else None
 
     def forward(
-        self, h: Tensor, angles: Tensor, visible: Tensor | None, condition: Tensor | None, cache: KVCache | None, layer: int
+        self, h: Tensor, angles: Tensor, visible: Tensor | None, condition: Tensor | None, cache: Keys | None, layer: int
     ) -> Tensor:
         if self.modulation is None or condition is None:
             h = h + self.attention(self.attention_norm(h), angles, visible, cache, layer)
@@ -59,7 +65,7 @@ class Block(nn.Module):
         h = h + gate_by(a, gate1)
         return h + gate_by(self.mlp(modulate(self.mlp_norm(h), shift2, scale2)), gate2)
 
-    def attention(self, h: Tensor, angles: Tensor, visible: Tensor | None, cache: KVCache | None, layer: int) -> Tensor:
+    def attention(self, h: Tensor, angles: Tensor, visible: Tensor | None, cache: Keys | None, layer: int) -> Tensor:
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
         q, k = rotate(q, angles), rotate(k, angles)
         if cache is not None:
@@ -76,12 +82,15 @@ class Trunk(nn.Module):
     Absolute positions are not optional: with rotary ones alone an all-[MASK] block gives every position the same output.
     """
 
-    def __init__(self, config: ModelConfig, layers: int, conditioned: bool):
+    def __init__(self, config: ModelConfig, layers: int, conditioned: int = 0):
+        """The last `conditioned` layers have adaptive norms."""
         super().__init__()
         head_dim = config.width // config.heads
         self.token = nn.Embedding(config.vocab_size + 1, config.width)  # the last row is [MASK]
         self.position = nn.Embedding(config.length, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads, config.mlp_ratio, conditioned) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, config.mlp_ratio, layer >= layers - conditioned) for layer in range(layers)
+        )
         self.norm = nn.LayerNorm(config.width)
         frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
         angles = torch.arange(config.length).unsqueeze(1) * frequencies
@@ -96,18 +105,26 @@ class Trunk(nn.Module):
         *,
         added: Tensor | None = None,
         condition: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Keys | None = None,
     ) -> Tensor:
         """tokens (B, T), positions (T,) -> (B, T, D). `added` (B, T, D) joins the embedding; condition is (B, C, D)."""
-        h = self.embedding(tokens, positions)
+        h = self.token(tokens) + self.position(positions)
         if added is not None:
             h = h + added
-        for layer, block in enumerate(self.blocks):
-            h = block(h, self.angles[positions], visible, condition, cache, layer)
-        return self.norm(h)
+        return self.norm(self.run_layers(h, positions, visible, range(len(self.blocks)), condition, cache))
 
-    def embedding(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        return self.token(tokens) + self.position(positions)
+    def run_layers(
+        self,
+        h: Tensor,
+        positions: Tensor,
+        visible: Tensor | None,
+        layers: range,
+        condition: Tensor | None,
+        cache: Keys | None,
+    ) -> Tensor:
+        for layer in layers:
+            h = self.blocks[layer](h, self.angles[positions], visible, condition, cache, layer)
+        return h
 
 
 class LatentPathway(nn.Module):
@@ -126,15 +143,56 @@ class LatentPathway(nn.Module):
         return self.embed(z)
 
 
+class CodePathway(nn.Module):
+    """How one of K codes enters the decoder: through the output layer, and through the last layers if there are such.
+
+    bilinear: logits_k = head(h) + out(scale_k * project(h) + shift_k). All codes are one matrix product with the K V rows
+        scale_k * out_v, so that nothing of size K x D is made for a token.
+    additive: logits_k = head(h) + table_{k, place in the block}, whose normaliser for all codes is one product
+        exp(head(h)) . exp(table)^T. A code then means the same in every context; only its prior heeds the context.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        c, codes, width = config, config.latent.codes, config.width
+        self.prior_norm = nn.LayerNorm(width)
+        self.prior = nn.Linear(width, codes)
+        if c.latent.head == "bilinear":
+            rank = c.latent.head_dim or width
+            self.project = nn.Linear(width, rank, bias=False)
+            self.out = nn.Linear(rank, c.vocab_size, bias=False)
+            self.code_scale = nn.Embedding(codes, rank)
+            self.code_shift = nn.Embedding(codes, rank)
+        else:
+            self.code_table = nn.Embedding(codes, c.block_size * c.vocab_size)
+        if c.latent.code_layers:
+            self.code = nn.Embedding(codes, width)
+            self.scale = nn.Parameter(torch.ones(()))
+
+
+class CodeFeatures(NamedTuple):
+    """What one pass of the trunk knows before a code is chosen."""
+
+    h: Tensor  # (B, L, D): of the noisy tokens, before the layers that see the code
+    prefix: KVCache | CleanPrefix | None  # keys and values of the clean stream in those layers
+    positions: Tensor  # (L,)
+    prior: Categorical  # log_probs (B, C, K)
+
+
 class Decoder(nn.Module):
     """p(x0 | xt^b, x0^{<b}, z^b). With `latent.on_clean`, z^{<b} reaches block b too, through the clean stream."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.trunk = Trunk(config, config.layers, conditioned=config.has_latent)
+        kind = config.latent.kind
+        conditioned = {"none": 0, "gaussian": config.layers, "categorical": config.latent.code_layers}[kind]
+        self.trunk = Trunk(config, config.layers, conditioned)
         self.head = nn.Linear(config.width, config.vocab_size)
-        self.pathway = LatentPathway(config) if config.has_latent else None
+        self.pathway: LatentPathway | CodePathway | None = None
+        if config.has_latent:
+            self.pathway = LatentPathway(config) if kind == "gaussian" else CodePathway(config)
+        self.pool = MeanPool()
         if config.blocks > 1:
             visible = visibility(config.length, config.block_size, own_clean_block=False)
             self.register_buffer("visible", visible, persistent=False)
@@ -144,6 +202,9 @@ class Decoder(nn.Module):
 
         With one block there is no clean prefix: the pass runs on xt alone.
         """
+        if self.config.latent.kind == "categorical":
+            assert z is not None, "a categorical model needs its codes"
+            return self.code_logits(self.code_features(xt, x0), z.squeeze(-1).long())
         length, blocks = self.config.length, self.config.blocks
         positions = torch.arange(length, device=xt.device)
         condition = None if z is None else self.condition(z)
@@ -157,11 +218,13 @@ class Decoder(nn.Module):
 
     def forward_block(self, tokens: Tensor, block: int, z: Tensor | None, cache: KVCache, *, clean: bool) -> Tensor:
         """The same for the tokens (B, r) of one block behind the cached clean prefix; z is that block's (B, dim)."""
-        r = self.config.block_size
-        positions = torch.arange(block * r, (block + 1) * r, device=tokens.device)
         seen = None if clean and not self.config.latent.on_clean else z
         condition = None if seen is None else self.condition(seen.unsqueeze(1))
-        return self._run(tokens, positions, None, condition, cache)
+        return self._run(tokens, self.block_positions(block, tokens.device), None, condition, cache)
+
+    def block_positions(self, block: int, device: torch.device) -> Tensor:
+        r = self.config.block_size
+        return torch.arange(block * r, (block + 1) * r, device=device)
 
     def condition(self, z: Tensor) -> Tensor:
         assert self.pathway is not None
@@ -176,7 +239,7 @@ class Decoder(nn.Module):
         cache: KVCache | None,
         keep: int | None = None,
     ) -> Tensor:
-        if condition is None or self.pathway is None:
+        if condition is None or not isinstance(self.pathway, LatentPathway):
             return self.head(self.trunk(tokens, positions, visible, cache=cache)[:, :keep])
         per_token = condition.repeat_interleave(tokens.shape[1] // condition.shape[1], dim=1)
         h = self.trunk(
@@ -190,6 +253,112 @@ class Decoder(nn.Module):
         shift, scale = self.pathway.final_modulation(F.silu(condition)).chunk(2, dim=-1)
         return self.head(modulate(h, shift, scale)[:, :keep])
 
+    # The categorical latent: one pass of the trunk, then any number of codes.
+
+    @property
+    def code_pathway(self) -> CodePathway:
+        assert isinstance(self.pathway, CodePathway), "a model without codes"
+        return self.pathway
+
+    def code_features(self, xt: Tensor, x0: Tensor) -> CodeFeatures:
+        """The layers before the code, over [xt ; x0]; the clean stream runs on alone through the last ones."""
+        c, trunk = self.config, self.trunk
+        split, length = c.layers - c.latent.code_layers, c.length
+        positions = torch.arange(length, device=xt.device)
+        if c.blocks == 1:
+            h = trunk.token(xt) + trunk.position(positions)
+            h = trunk.run_layers(h, positions, None, range(split), None, None)
+            return CodeFeatures(h, None, positions, self.code_prior(h))
+        doubled, visible = torch.cat([xt, x0], dim=1), self.get_buffer("visible")
+        both = positions.repeat(2)
+        h = trunk.run_layers(trunk.token(doubled) + trunk.position(both), both, visible, range(split), None, None)
+        noisy, clean = h[:, :length], h[:, length:]
+        prefix = CleanPrefix()
+        if split < c.layers:
+            with prefix.recording():
+                trunk.run_layers(clean, positions, visible[length:, length:], range(split, c.layers), None, prefix)
+        return CodeFeatures(noisy, prefix, positions, self.code_prior(noisy))
+
+    def code_block_features(self, tokens: Tensor, block: int, cache: KVCache) -> CodeFeatures:
+        """The same for the tokens (B, r) of one block behind the cached clean prefix."""
+        positions = self.block_positions(block, tokens.device)
+        h = self.trunk.token(tokens) + self.trunk.position(positions)
+        h = self.trunk.run_layers(
+            h, positions, None, range(self.config.layers - self.config.latent.code_layers), None, cache
+        )
+        return CodeFeatures(h, cache, positions, self.code_prior(h))
+
+    def code_prior(self, h: Tensor) -> Categorical:
+        """pi(k^b | revealed tokens of the block, earlier blocks)."""
+        pathway = self.code_pathway
+        pooled = self.pool(pathway.prior_norm(h), h.shape[1] // self.config.block_size)
+        return Categorical(pathway.prior(pooled).float().log_softmax(-1))
+
+    def last_layers(self, features: CodeFeatures, code: Tensor) -> Tensor:
+        """The layers that see the code, for codes (B * n, C), n of them for each row -> normalised (B * n, L, D)."""
+        c, h = self.config, features.h
+        if c.latent.code_layers:
+            pathway, each = self.code_pathway, len(code) // len(h)
+            condition = pathway.code(code)  # (B n, C, D)
+            per_token = condition.repeat_interleave(h.shape[1] // code.shape[1], dim=1)
+            h = h.repeat_interleave(each, dim=0) + pathway.scale * per_token
+            visible = None
+            if isinstance(features.prefix, CleanPrefix):
+                visible = self.get_buffer("visible")[: c.length]
+            layers = range(c.layers - c.latent.code_layers, c.layers)
+            h = self.trunk.run_layers(h, features.positions, visible, layers, F.silu(condition), features.prefix)
+        return self.trunk.norm(h)
+
+    def code_logits(self, features: CodeFeatures, code: Tensor) -> Tensor:
+        """Logits (B, L, V) under one chosen code (B, C) for each block."""
+        pathway = self.code_pathway
+        h = self.last_layers(features, code)  # (B, L, D)
+        per_block = h.shape[1] // code.shape[1]
+        if self.config.latent.head == "additive":
+            tables = pathway.code_table(code).unflatten(-1, (per_block, -1)).flatten(1, 2)  # (B, L, V)
+            return self.head(h) + tables
+        shift, scale = pathway.code_shift(code), pathway.code_scale(code) - 1  # (B, C, R)
+        return self.head(h) + pathway.out(modulate(pathway.project(h), shift, scale))
+
+    def code_scores(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes:
+        """log pi_k and the sum over each block's target tokens of log p(x0_i | k), for every code: (B, C, K) each."""
+        features = self.code_features(xt, x0)
+        codes = torch.arange(self.config.latent.codes, device=xt.device)
+        chunk = self.config.latent.code_chunk or len(codes)
+        parts = []
+        for some in codes.split(chunk):
+            if chunk < len(codes) and torch.is_grad_enabled():  # forget the chunk's activations, make them again
+                parts.append(checkpoint(self._score_some, features, some, x0, target, use_reentrant=False))
+            else:
+                parts.append(self._score_some(features, some, x0, target))
+        return Codes(features.prior.log_probs, torch.cat(parts, dim=-1))
+
+    def _score_some(self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
+        """(B, C, n) for n codes."""
+        c, pathway, n = self.config, self.code_pathway, len(some)
+        batch, length = x0.shape
+        if c.latent.code_layers:
+            every = some.repeat(batch).unsqueeze(1).expand(-1, c.blocks)  # (B n, C): rows of one sequence are neighbours
+            h = self.last_layers(features, every).unflatten(0, (batch, n)).transpose(1, 2)  # (B, L, n, D)
+        else:
+            h = self.trunk.norm(features.h).unsqueeze(2)  # (B, L, 1, D)
+        logits = self.head(h)  # (B, L, n or 1, V)
+        if c.latent.head == "additive":
+            tables = pathway.code_table(some).view(n, c.block_size, c.vocab_size)
+            logits = logits + tables.transpose(0, 1).repeat(c.blocks, 1, 1)
+        else:
+            shift, scale = pathway.code_shift(some), pathway.code_scale(some)  # (n, R)
+            projected = pathway.project(h)  # (B, L, n or 1, R)
+            if c.latent.code_layers:
+                logits = logits + pathway.out(projected * scale + shift)
+            else:
+                rows = (scale.unsqueeze(1) * pathway.out.weight).flatten(0, 1)  # (n V, R)
+                logits = logits + F.linear(projected.squeeze(2), rows, pathway.out(shift).flatten()).unflatten(-1, (n, -1))
+        log_p = logits.float().log_softmax(-1)  # (B, L, n, V)
+        index = x0.view(batch, length, 1, 1).expand(-1, -1, n, -1)
+        chosen = log_p.gather(-1, index).squeeze(-1) * target.unsqueeze(-1)
+        return chosen.unflatten(1, (c.blocks, -1)).sum(2)
+
 
 class MeanPool(nn.Module):
     """(B, L, D) -> (B, blocks, D): the mean over each block's positions."""
@@ -201,58 +370,88 @@ class MeanPool(nn.Module):
 class Encoder(nn.Module):
     """q(z^b | xt^b, x0^{<=b}), on the paper's doubled stream [xt ; x0] or on a single stream of (x0, mask bit).
 
-    With `encoder_sees_mask=False` it is q(z^b | x0^{<=b}), the posterior of the all-masked block whatever xt is, so that z
-    means the same at every step: what a z drawn once per block needs.
+    Of the masked tokens it is shown the targets. In the paper these are all; in a bound for a step that reveals some of
+    them, seeing the others would only loosen it. With `encoder_sees_mask=False` it is q(z^b | x0^{<=b}), the posterior of
+    the all-masked block whatever xt is, so that z means the same at every step: what a z drawn once per block needs.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.trunk = Trunk(config, config.latent.encoder_layers, conditioned=False)
+        self.trunk = Trunk(config, config.latent.encoder_layers)
         self.pool = MeanPool()
         self.head = nn.Linear(config.width, 2 * config.latent.dim)
-        length, r = config.length, config.block_size
+        length, r, sees_mask = config.length, config.block_size, config.latent.encoder_sees_mask
         if config.latent.encoder_stream == "doubled":
             self.register_buffer("visible", visibility(length, r, own_clean_block=True), persistent=False)
+        elif config.blocks > 1 and sees_mask:
+            self.register_buffer("visible", visibility(length, r, own_clean_block=False), persistent=False)
         elif config.blocks > 1:
-            self.register_buffer("block_causal", block_causal(length, r), persistent=False)
-            self.register_buffer("earlier_clean", visibility(length, r, own_clean_block=False), persistent=False)
-        if config.latent.encoder_stream == "single" and config.latent.encoder_sees_mask:
+            self.register_buffer("visible", block_causal(length, r), persistent=False)
+        if config.latent.encoder_stream == "single" and sees_mask:
             self.mask_bit = nn.Embedding(2, config.width)
 
-    def forward(self, x0: Tensor, mask: Tensor) -> Gaussian:
+    def forward(self, x0: Tensor, mask: Tensor, target: Tensor | None = None) -> Gaussian:
+        hidden = torch.zeros_like(mask) if target is None else mask & ~target
         stream = self.doubled_stream if self.config.latent.encoder_stream == "doubled" else self.single_stream
-        mean, log_std = self.head(self.pool(stream(x0, mask), self.config.blocks)).chunk(2, dim=-1)
+        mean, log_std = self.head(self.pool(stream(x0, mask, hidden), self.config.blocks)).chunk(2, dim=-1)
         return Gaussian(mean, log_std)
 
-    def doubled_stream(self, x0: Tensor, mask: Tensor) -> Tensor:
-        """[xt ; x0], where the noisy block b sees itself and the clean blocks <= b."""
+    def doubled_stream(self, x0: Tensor, mask: Tensor, hidden: Tensor) -> Tensor:
+        """[xt ; x0], where the noisy block b sees itself and the clean blocks <= b.
+
+        With several blocks hidden tokens stay visible: the clean block that would have to hide them serves later blocks.
+        """
         if not self.config.latent.encoder_sees_mask:
-            mask = torch.ones_like(mask)
+            mask, hidden = torch.ones_like(mask), torch.zeros_like(hidden)
         positions = torch.arange(x0.shape[1], device=x0.device)
         xt = apply_mask(x0, mask, self.config.vocab_size)
-        return self.trunk(torch.cat([xt, x0], dim=1), positions.repeat(2), self.get_buffer("visible"))[:, : x0.shape[1]]
+        clean = apply_mask(x0, hidden, self.config.vocab_size) if self.config.blocks == 1 else x0
+        return self.trunk(torch.cat([xt, clean], dim=1), positions.repeat(2), self.get_buffer("visible"))[:, : x0.shape[1]]
 
-    def single_stream(self, x0: Tensor, mask: Tensor) -> Tensor:
-        """x0 alone, block-causal; the mask bits join it.
-
-        With several blocks they join before the last layer only, and there a block sees the earlier ones without their
-        bits: z^b must not depend on the masks of other blocks.
-        """
-        positions = torch.arange(x0.shape[1], device=x0.device)
-        visible = None if self.config.blocks == 1 else self.get_buffer("block_causal")
+    def single_stream(self, x0: Tensor, mask: Tensor, hidden: Tensor) -> Tensor:
+        """Tokens with their mask bits. With several blocks each sees itself so, and the earlier ones clean."""
+        length, blocks = x0.shape[1], self.config.blocks
+        positions = torch.arange(length, device=x0.device)
         if not self.config.latent.encoder_sees_mask:
-            return self.trunk(x0, positions, visible)
-        bits = self.mask_bit(mask.long())
+            return self.trunk(x0, positions, None if blocks == 1 else self.get_buffer("visible"))
+        bits, shown = self.mask_bit(mask.long()), apply_mask(x0, hidden, self.config.vocab_size)
+        if blocks == 1:
+            return self.trunk(shown, positions, None, added=bits)
+        doubled, bits = torch.cat([shown, x0], dim=1), torch.cat([bits, torch.zeros_like(bits)], dim=1)
+        return self.trunk(doubled, positions.repeat(2), self.get_buffer("visible"), added=bits)[:, :length]
+
+
+class PriorNetwork(nn.Module):
+    """p(z^b | revealed tokens of the block, earlier blocks), a diagonal Gaussian."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.trunk = Trunk(config, config.latent.prior_layers)
+        self.pool = MeanPool()
+        self.prior_head = nn.Linear(config.width, 2 * config.latent.dim)
+        if config.blocks > 1:
+            visible = visibility(config.length, config.block_size, own_clean_block=False)
+            self.register_buffer("visible", visible, persistent=False)
+
+    def forward(self, xt: Tensor, x0: Tensor) -> Gaussian:
+        """For all blocks: (B, C, dim)."""
+        positions = torch.arange(xt.shape[1], device=xt.device)
         if self.config.blocks == 1:
-            return self.trunk(x0, positions, None, added=bits)
-        h, angles = self.trunk.embedding(x0, positions), self.trunk.angles
-        *layers, last = self.trunk.blocks
-        for block in layers:
-            h = block(h, angles, visible, None, None, 0)
-        doubled = torch.cat([h + bits, h], dim=1)
-        h = last(doubled, angles.repeat(2, 1), self.get_buffer("earlier_clean"), None, None, 0)
-        return self.trunk.norm(h[:, : x0.shape[1]])
+            return self._gaussian(self.trunk(xt, positions, None))
+        doubled = torch.cat([xt, x0], dim=1)
+        return self._gaussian(self.trunk(doubled, positions.repeat(2), self.get_buffer("visible"))[:, : xt.shape[1]])
+
+    def forward_block(self, tokens: Tensor, block: int, cache: KVCache) -> Gaussian:
+        """For the tokens (B, r) of one block behind the cached clean prefix: (B, 1, dim)."""
+        r = self.config.block_size
+        positions = torch.arange(block * r, (block + 1) * r, device=tokens.device)
+        return self._gaussian(self.trunk(tokens, positions, None, cache=cache))
+
+    def _gaussian(self, h: Tensor) -> Gaussian:
+        mean, log_std = self.prior_head(self.pool(h, h.shape[1] // self.config.block_size)).chunk(2, dim=-1)
+        return Gaussian(mean, log_std)
 
 
 @torch.no_grad()
@@ -262,7 +461,8 @@ def init_weights(module: nn.Module, generator: torch.Generator | None = None) ->
     matrices and their biases: U(-1, 1) / sqrt(inputs), torch's default for linear layers (drawn from `generator`)
     residual outputs (attention_out, mlp_out): the same, divided by sqrt(2 * layers)
     modulations: as matrices, times 0.1: z moves the norms from the start, but gently
-    embeddings of tokens, positions and mask bits: N(0, 1)
+    priors: as matrices, times 0.1: near N(0, I), and all codes nearly equally likely
+    embeddings of tokens, positions, mask bits and codes: N(0, 1); codes that start close together stay together
     layer norms: scale 1, shift 0; the learned scale of z in the embedding: 1
     """
     layers = max((len(m.blocks) for m in module.modules() if isinstance(m, Trunk)), default=1)
@@ -271,7 +471,7 @@ def init_weights(module: nn.Module, generator: torch.Generator | None = None) ->
             bound = child.in_features**-0.5
             if name.endswith(("attention_out", "mlp_out")):
                 bound /= (2 * layers) ** 0.5
-            if name.endswith("modulation"):
+            if name.endswith(("modulation", "prior", "prior_head")):
                 bound *= 0.1
             child.weight.uniform_(-bound, bound, generator=generator)
             if child.bias is not None:

@@ -1,8 +1,10 @@
-"""Eq. 2, Eq. 5 and the block form, as one function.
+"""Eq. 2, Eq. 5 and the block form, and the certified bounds of a sampler, as one function.
 
-Nothing here knows a network: `denoise` and `encode` are callables, so a test can drive the mathematics with oracles.
+Nothing here knows a network: `denoise`, `encode`, `prior` and `codes` are callables, so a test can drive the mathematics
+with oracles.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,8 +16,19 @@ from vmd.masking import Masks, all_masks, apply_mask
 
 # (xt, x0, z) -> logits (B, L, V), where block b sees xt^b, x0^{<b} and z^b
 Denoise = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-# (x0, mask) -> posterior of z (B, blocks, dim)
-Encode = Callable[[Tensor, Tensor], Gaussian]
+# (x0, mask, target) -> posterior of z (B, blocks, dim)
+Encode = Callable[[Tensor, Tensor, Tensor], Gaussian]
+# (xt, x0) -> prior of z (B, blocks, dim), where block b sees xt^b and x0^{<b}
+Prior = Callable[[Tensor, Tensor], Gaussian]
+
+
+class Codes(NamedTuple):
+    log_prior: Tensor  # (B, blocks, K): log pi(k | revealed, earlier blocks)
+    log_likelihood: Tensor  # (B, blocks, K): sum over the block's target tokens of log p(x_i | revealed, earlier, k)
+
+
+# (xt, x0, target) -> Codes
+ScoreCodes = Callable[[Tensor, Tensor, Tensor], Codes]
 
 
 class Loss(NamedTuple):
@@ -33,6 +46,7 @@ def objective(
     masks: Masks,
     mask_id: int,
     *,
+    prior: Prior | None = None,
     noise: Tensor | None = None,
     kl_weight: float | Tensor = 1.0,
     free_bits: float = 0.0,
@@ -40,31 +54,96 @@ def objective(
     """Eq. 2 without an encoder; Eq. 5 (one block) and Eq. 7 (blocks) with one. Appendix: Eq. 8 is Eq. 2, Eq. 9 and Eq. 11
     are the braces, Eq. 10 is Eq. 5.
 
-    sum_b w_b { sum_{i masked in b} -log p(x0_i | xt^b, x0^{<b}, z^b) + kl_weight * KL(q(z^b | x0, xt) || p(z)) }
+    sum_b w_b { sum_{i target in b} -log p(x0_i | xt^b, x0^{<b}, z^b) + kl_weight * KL(q(z^b | x0, xt) || p(z^b)) }
 
-    where w_b is 1/t or, drawn by mask counts, m/k. Without an encoder its mean is a bound on -log p(x0). With one it is
-    the paper's objective: a good trainer, but a *surrogate, not a bound* (docs/paper-notes.md). A block without masks
-    has weight 0 and costs no KL. `noise` (B, blocks, dim) is N(0, I).
+    With masks from `draw_masks` every masked token is a target and w_b is 1/t or m/k. Without an encoder its mean is a
+    bound on -log p(x0). With one it is the paper's objective: a good trainer, but a *surrogate, not a bound*
+    (docs/paper-notes.md). With masks from `draw_steps` its mean is a bound either way (docs/likelihood.md).
+
+    A block without targets has weight 0 and costs no KL. `noise` (B, blocks, dim) is N(0, I); with S draws in front,
+    (S, B, blocks, dim), the importance-weighted bound takes the place of the braces. The prior is N(0, I) unless given.
     """
-    xt = apply_mask(x0, masks.mask, mask_id)
     weight = masks.weight  # (B, blocks)
     if encode is None:
-        z, kl = None, torch.zeros_like(weight)
+        nll = targets_nll(denoise, x0, masks, mask_id, None)
+        loss = (nll * weight).sum(-1)
+        return Loss(loss, loss, torch.zeros_like(loss))
+    assert noise is not None, "a latent needs noise"
+    posterior, before = infer(encode, prior, x0, masks, mask_id)
+    if noise.dim() == 4:
+        nll, log_ratio = importance_terms(denoise, posterior, before, x0, masks, mask_id, noise)
+        log_weights = log_ratio - nll  # (S, B, blocks)
+        bound = math.log(len(noise)) - log_weights.logsumexp(0)
+        expected_nll = (log_weights.softmax(0) * nll).sum(0)  # under the reweighted draws, so that the parts add up
+        total, reconstruction, kl = bound, expected_nll, bound - expected_nll
     else:
-        assert noise is not None, "a latent needs noise"
-        posterior = encode(x0, masks.mask)
-        z = posterior.draw(noise)
-        kl = posterior.kl(standard_normal(posterior.mean))  # (B, blocks)
-    nll = token_nll(denoise(xt, x0, z), x0) * masks.mask  # (B, L)
-    reconstruction = (nll.unflatten(-1, (weight.shape[-1], -1)).sum(-1) * weight).sum(-1)
-    charged = torch.clamp(kl, min=free_bits) if free_bits else kl
-    total = reconstruction + kl_weight * (charged * weight).sum(-1)
-    return Loss(total, reconstruction, (kl * weight).sum(-1))
+        reconstruction = targets_nll(denoise, x0, masks, mask_id, posterior.draw(noise))
+        kl = posterior.kl(before)  # (B, blocks)
+        charged = torch.clamp(kl, min=free_bits) if free_bits else kl
+        total = reconstruction + kl_weight * charged
+    return Loss(*((part * weight).sum(-1) for part in (total, reconstruction, kl)))
+
+
+def code_objective(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) -> Loss:
+    """The same for a categorical latent, whose sum over codes is exact: -log sum_k pi_k prod_i p(x0_i | k) in the braces.
+
+    Its parts are those of the exact posterior over codes, KL(posterior || prior) and the rest: they add up to the whole.
+    """
+    log_prior, log_likelihood = code_terms(codes, x0, masks, mask_id)
+    log_joint = log_prior + log_likelihood
+    nll = -log_joint.logsumexp(-1)  # (B, blocks)
+    reconstruction = -(log_joint.softmax(-1) * log_likelihood).sum(-1)
+    return Loss(*((part * masks.weight).sum(-1) for part in (nll, reconstruction, nll - reconstruction)))
 
 
 def token_nll(logits: Tensor, x0: Tensor) -> Tensor:
     """-log p(x0_i | ...) for every position, (B, L)."""
     return -logits.float().log_softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1)
+
+
+def targets_nll(denoise: Denoise, x0: Tensor, masks: Masks, mask_id: int, z: Tensor | None) -> Tensor:
+    """Sum over each block's target tokens, and over the steps where masks have them, of -log p(x0_i | ...): (B, blocks)."""
+    flat, rows, steps = flatten_steps(x0, masks)
+    z = None if z is None else z.repeat_interleave(steps, dim=0)
+    nll = token_nll(denoise(apply_mask(rows, flat.mask, mask_id), rows, z), rows) * flat.target
+    return nll.view(len(x0), steps, masks.weight.shape[-1], -1).sum((1, 3))
+
+
+def code_terms(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) -> Codes:
+    """`Codes` with the log-likelihoods summed over steps; the code is drawn at the first."""
+    flat, rows, steps = flatten_steps(x0, masks)
+    log_prior, log_likelihood = codes(apply_mask(rows, flat.mask, mask_id), rows, flat.target)
+    return Codes(log_prior.unflatten(0, (-1, steps))[:, 0], log_likelihood.unflatten(0, (-1, steps)).sum(1))
+
+
+def flatten_steps(x0: Tensor, masks: Masks) -> tuple[Masks, Tensor, int]:
+    """Masks (B, J, L) as (B * J, L), x0 repeated to match, and J; one step if there is no dimension of steps."""
+    if masks.mask.dim() == 2:
+        return masks, x0, 1
+    steps = masks.mask.shape[1]
+    return Masks(masks.mask.flatten(0, 1), masks.target.flatten(0, 1), masks.weight), x0.repeat_interleave(steps, 0), steps
+
+
+def infer(encode: Encode, prior: Prior | None, x0: Tensor, masks: Masks, mask_id: int) -> tuple[Gaussian, Gaussian]:
+    """Posterior and prior of z, each (B, blocks, dim): at the first step, and told the targets of all that share z."""
+    mask, target = masks.mask, masks.target
+    if mask.dim() == 3:
+        mask, target = mask[:, 0], target.any(1)
+    posterior = encode(x0, mask, target)
+    if prior is None:
+        return posterior, standard_normal(posterior.mean)
+    return posterior, prior(apply_mask(x0, mask, mask_id), x0)
+
+
+def importance_terms(
+    denoise: Denoise, posterior: Gaussian, prior: Gaussian, x0: Tensor, masks: Masks, mask_id: int, noise: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-log p(targets | z_s) and log p(z_s) - log q(z_s) for S draws z_s of the posterior, each (S, B, blocks)."""
+    draws = len(noise)
+    z = posterior.draw(noise)  # (S, B, blocks, dim)
+    many = Masks(*(part.repeat(draws, *[1] * (part.dim() - 1)) for part in masks))
+    nll = targets_nll(denoise, x0.repeat(draws, 1), many, mask_id, z.flatten(0, 1))
+    return nll.unflatten(0, (draws, -1)), prior.log_prob(z) - posterior.log_prob(z)
 
 
 def exact_objective(
@@ -74,6 +153,7 @@ def exact_objective(
     block_size: int,
     mask_id: int,
     *,
+    prior: Prior | None = None,
     noise: Tensor | None = None,
     kl_weight: float = 1.0,
 ) -> Loss:
@@ -90,7 +170,7 @@ def exact_objective(
     terms = []
     for pattern, coefficient in zip(patterns, coefficients.tolist(), strict=True):
         mask = pattern.to(x0.device).repeat(blocks).expand(batch, length)
-        weight = torch.full((batch, blocks), coefficient, device=x0.device, dtype=torch.float64)
+        masks = Masks(mask, mask, torch.full((batch, blocks), coefficient, device=x0.device, dtype=torch.float64))
         for eps in draws:
-            terms.append(objective(denoise, encode, x0, Masks(mask, weight), mask_id, noise=eps, kl_weight=kl_weight))
+            terms.append(objective(denoise, encode, x0, masks, mask_id, prior=prior, noise=eps, kl_weight=kl_weight))
     return Loss(*(torch.stack(part).sum(0) / len(draws) for part in zip(*terms, strict=True)))

@@ -1,32 +1,33 @@
 """Algorithms 2 and 4 as one function: blocks in order, N steps per block, one latent per block.
 
-Nothing here knows a network: anything with the four members of `Sampleable` can be sampled.
+Nothing here knows a network: anything with the members of `Sampleable` can be sampled.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, ModelConfig, require, require_choice
+from vmd.masking import ceil_share
 
 ORDERS = ("random", "prob", "margin", "entropy")
 RULES = ("argmax", "sample")
 
 
 class BlockPredictor(Protocol):
-    def predict(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor: ...
+    def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor: ...
+    def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None: ...
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int: ...
 
 
 class Sampleable(Protocol):
-    """What the sampler needs of a model: its shape, its latents' shape and prior, and a predictor for a batch."""
+    """What the sampler needs of a model: its shape, its latents' shape, and a predictor for a batch."""
 
     config: ModelConfig
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None: ...
-    def prior(self, like: Tensor) -> Any: ...
     def predictor(self, batch: int, *, cached: bool = True) -> BlockPredictor: ...
 
 
@@ -91,8 +92,7 @@ class Noise:
 def reveal_counts(masked: Tensor, steps: int) -> Tensor:
     """n_j = ceil(j m / N) - ceil((j-1) m / N) for j = 1..N: (B,) masked tokens -> (N, B) tokens to reveal."""
     j = torch.arange(steps + 1, device=masked.device).unsqueeze(1)
-    done = (j * masked + steps - 1) // steps
-    return done.diff(dim=0)
+    return ceil_share(j, masked, steps).diff(dim=0)
 
 
 def confidence(probabilities: Tensor, order: str) -> Tensor:
@@ -107,6 +107,11 @@ def confidence(probabilities: Tensor, order: str) -> Tensor:
     if order == "entropy":
         return torch.special.entr(probabilities).sum(-1).neg()
     raise ValueError(f"order={order!r}: expected one of {', '.join(ORDERS)}")
+
+
+def first_by(score: Tensor, count: Tensor) -> Tensor:
+    """True at the `count` (...) positions of the highest score (..., r); of equals the first."""
+    return score.argsort(dim=-1, descending=True, stable=True).argsort(-1) < count.unsqueeze(-1)
 
 
 def keep_nucleus(probabilities: Tensor, top_p: float) -> Tensor:
@@ -148,7 +153,7 @@ def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: st
         rule == "sample" or (temperature == 1 and top_p == 1),
         "temperature and top_p belong to rule=sample: rule=argmax does not use them",
     )
-    if z == "fresh" and config.has_latent and config.latent.on_clean and config.blocks > 1:
+    if z == "fresh" and config.z_reaches_later_blocks:
         raise InvalidInput(
             "z=fresh: which draw later blocks see is undefined when z enters the clean stream too; use z=once"
         )
@@ -201,18 +206,17 @@ def sample(
         z_noise = None if latents is None else noise.normal(steps if z == "fresh" else 1, latents.shape[-1])
         token_uniforms = noise.uniform(steps, r)
         random_order = noise.uniform(r)
-        if latents is not None and z_noise is not None:
-            latents[:, block] = model.prior(latents[:, block]).draw(z_noise[:, 0])
         masked = canvas[:, here] == mask_id
         needed = bool(masked.any())
+        if not needed and z_noise is not None:
+            predictor.draw(canvas, block, latents, z_noise[:, 0])
         for step, count in enumerate(reveal_counts(masked.sum(-1), steps)):
             if not needed:  # nothing to write in any row; the trace still shows the step, with nothing revealed
                 score = torch.full_like(random_order, -torch.inf)
                 revealed = masked
             else:
-                if z == "fresh" and latents is not None and z_noise is not None:
-                    latents[:, block] = model.prior(latents[:, block]).draw(z_noise[:, step])
-                logits = predictor.predict(canvas, block, latents)
+                draws_z = z_noise if z == "fresh" or step == 0 else None
+                logits = predictor.predict(canvas, block, latents, None if draws_z is None else draws_z[:, step])
                 nfe += 1
                 if rule == "argmax":
                     tokens = logits.argmax(-1)
@@ -221,8 +225,7 @@ def sample(
                 masked = canvas[:, here] == mask_id
                 score = random_order if order == "random" else confidence(logits.double().softmax(-1), order)
                 score = score.masked_fill(~masked, -torch.inf)
-                rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
-                revealed = masked & (rank < count.unsqueeze(-1))
+                revealed = masked & first_by(score, count)
                 canvas[:, here] = torch.where(revealed, tokens, canvas[:, here])
             if trace:
                 steps_taken.append(_trace_step(canvas, block, step, here, revealed, score, masked))

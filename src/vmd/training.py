@@ -21,7 +21,7 @@ from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
 from vmd.ensemble import Ensemble
 from vmd.files import make_folder, write_atomically
-from vmd.masking import Masks, draw_masks
+from vmd.masking import Masks, draw_masks, draw_steps
 from vmd.model import VMD
 from vmd.objective import Loss
 
@@ -33,7 +33,7 @@ class TrainingDiverged(RuntimeError):
 class Batch(NamedTuple):
     x0: Tensor  # (..., B, L)
     masks: Masks
-    noise: Tensor | None  # (..., B, blocks, dim)
+    noise: Tensor | None  # (..., B, blocks, dim), or (..., S, B, blocks, dim) for S importance samples
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -72,12 +72,17 @@ def draw_batch(
     """Algorithms 1 and 3, the sampling lines: data, masks and the encoder's noise. Leading dimensions are models."""
     config = model.config
     x0 = data.batch(step, size, generator=generator, device=generator.device)
-    rows = x0.flatten(0, -2)
-    masks = draw_masks(rows, config.block_size, kind=objective.masking, fixed=fixed, generator=generator)
-    masks = Masks(masks.mask.view(x0.shape), masks.weight.view(*x0.shape[:-1], -1))
+    rows, r = x0.flatten(0, -2), config.block_size
+    if objective.masking == "steps":
+        whole = objective.z == "once" and config.has_latent and max(objective.steps) > 1
+        masks = draw_steps(rows, r, objective.steps, whole=whole, fixed=fixed, generator=generator)
+    else:
+        masks = draw_masks(rows, r, kind=objective.masking, fixed=fixed, generator=generator)
+    masks = Masks(*(part.view(*x0.shape[:-1], *part.shape[1:]) for part in masks))
     noise = None
-    if config.has_latent:
-        shape = (*x0.shape[:-1], config.blocks, config.latent.dim)
+    if config.latent.kind == "gaussian":
+        draws = [objective.samples] if objective.samples > 1 else []
+        shape = (*x0.shape[:-2], *draws, x0.shape[-2], config.blocks, config.latent.dim)
         noise = torch.randn(shape, generator=generator, device=generator.device)
     return Batch(x0, masks, noise)
 
@@ -154,6 +159,7 @@ def train(
     objective, training = config.objective, config.training
     device = next(model.parameters()).device
     check_precision(training, device.type)
+    objective.check(model.config)
     fixed = parse_positions(config.data.fixed, model.config.length)
     fixed = None if fixed is None else fixed.to(device)
     require(
