@@ -17,6 +17,24 @@ def latent(stream: str = "single", on_clean: bool = False, dim: int = 3) -> Late
     return LatentConfig(dim=dim, encoder_layers=1, encoder_stream=stream, on_clean=on_clean)
 
 
+def codes(count: int = 4, head: str = "bilinear", layers: int = 0, **more) -> LatentConfig:
+    return LatentConfig(kind="categorical", codes=count, head=head, code_layers=layers, **more)
+
+
+def learned_prior(stream: str = "single", on_clean: bool = False, dim: int = 2) -> LatentConfig:
+    return LatentConfig(dim=dim, encoder_layers=1, encoder_stream=stream, on_clean=on_clean, prior="learned")
+
+
+# Every way a code can enter: through either head, of full or low rank, and through the last layers too.
+CODES = {
+    "bilinear": codes(),
+    "additive": codes(head="additive"),
+    "low-rank": codes(head_dim=2),
+    "bilinear-layer": codes(layers=1),
+    "additive-layers": codes(head="additive", layers=2),
+}
+
+
 def tiny_config(
     length: int = 4, block_size: int = 2, vocab_size: int = 5, z: LatentConfig = NO_LATENT, **more
 ) -> ModelConfig:
@@ -26,6 +44,27 @@ def tiny_config(
 
 def tiny_model(length: int = 4, block_size: int = 2, vocab_size: int = 5, z: LatentConfig = NO_LATENT, seed: int = 0) -> VMD:
     return VMD(tiny_config(length, block_size, vocab_size, z), seed=seed).eval()
+
+
+@torch.no_grad()
+def strong_model(
+    length: int = 4, block_size: int = 2, vocab_size: int = 3, z: LatentConfig = NO_LATENT, seed: int = 0
+) -> VMD:
+    """A random model whose predictions and prior depend strongly on what is revealed, and on the latent."""
+    shape = tiny_config(length, block_size, vocab_size, z, layers=max(2, z.code_layers + 1))
+    model = VMD(shape, seed=seed).eval()
+    factors = {
+        "decoder.head.weight": 4,
+        "pathway.out.weight": 3,
+        "pathway.scale": 3,
+        "pathway.prior.weight": 40,
+        "prior_head.weight": 6,
+    }
+    for name, parameter in model.named_parameters():
+        for ending, factor in factors.items():
+            if name.endswith(ending):
+                parameter.mul_(factor)
+    return model
 
 
 def random_tokens(rows: int, length: int, vocab_size: int = 5, seed: int = 0) -> Tensor:
@@ -48,13 +87,25 @@ def all_sequences(length: int, vocab_size: int) -> Tensor:
 
 
 def chi_square_p(counts: Tensor, probabilities: Tensor) -> float:
-    """The p-value of Pearson's test that the counts were drawn from the probabilities."""
+    """The p-value of Pearson's test that the counts were drawn from the probabilities; rare outcomes count as one."""
     expected = probabilities.double() * counts.sum()
     assert bool((counts[expected == 0] == 0).all()), "an impossible outcome was drawn"
-    kept = expected > 0
-    statistic = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()
-    degrees = torch.tensor((int(kept.sum()) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(degrees, statistic.double() / 2))
+    ascending = expected.argsort()
+    counts, expected = counts[ascending].double(), expected[ascending]
+    rare = int((expected.cumsum(0) < 5).sum()) + 1
+    counts, expected = (torch.cat([part[:rare].sum().view(1), part[rare:]]) for part in (counts, expected))
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    degrees = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees, statistic / 2))
+
+
+def standard_error(draws: Tensor) -> float:
+    return float(draws.double().std()) / len(draws) ** 0.5
+
+
+def mean_is(draws: Tensor, expected: float, errors: float = 4, tolerance: float = 2e-5) -> bool:
+    """Whether the mean of independent draws is the expected value, within so many standard errors."""
+    return abs(float(draws.double().mean()) - expected) < errors * standard_error(draws) + tolerance
 
 
 def sequence_counts(tokens: Tensor, law: Law) -> Tensor:

@@ -33,7 +33,7 @@ def blocks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("blocks")
     more = settings("model.block_size=2", "model.latent.on_clean=true")
     rows = save_rows(folder / "rows.npy", vocab_size=10)
-    succeeds("train", "--data", rows, "--out", folder / "run", *TINY, *more)
+    succeeds("train", "array-gaussian", "--data", rows, "--out", folder / "run", *TINY, *more)
     return folder / "run"
 
 
@@ -292,7 +292,7 @@ def test_samples_go_to_stdout_one_per_line_and_the_rest_to_stderr(trained):
     done = succeeds("sample", trained, "-n", "7")
     assert len(lines(done.out)) == 7
     assert all(len(row) == 4 and set(row) <= set("01234") for row in map(str.split, lines(done.out)))
-    assert lines(done.err) == ["n 7, rule argmax, order prob, 1 steps per block, NFE 1, z once"]
+    assert lines(done.err) == ["n 7, rule sample, order prob, 1 step per block, NFE 1, z once"]
 
 
 @pytest.mark.parametrize("rule", ["argmax", "sample"])
@@ -367,10 +367,12 @@ def test_written_samples_can_be_trained_on(trained, here):
 
 
 def test_evaluation_prints_a_table_on_stdout_and_nothing_else(trained):
-    done = succeeds("evaluate", trained, "--data", trained.parent / "rows.npy")
-    assert done.err == ""
+    done = succeeds("evaluate", trained, "--data", trained.parent / "rows.npy", "--rows", "20")
     assert lines(done.out)[0] == "| metric | value | setting |"
-    assert lines(done.out)[2].startswith("| surrogate (not a bound), bits per token | ")
+    assert lines(done.out)[2].startswith("| certified bits per token | ")
+    assert all(line.startswith("| ") for line in lines(done.out))
+    assert "percent" in done.err
+    assert "z: KL" in done.err
 
 
 def test_every_line_of_the_table_has_as_many_cells_as_its_head(poker):
@@ -382,8 +384,11 @@ def test_evaluation_writes_its_rows_as_json(poker, here):
     done = succeeds("evaluate", poker, "--data", "poker", "-n", "50", "--json", "scores.json")
     scores = json.loads((here / "scores.json").read_text())
     assert scores["command"] == f"vmd evaluate {poker} --data poker -n 50 --json scores.json"
-    assert len(scores["rows"]) == len(lines(done.out)) - 2
-    assert all(row.keys() == {"metric", "value", "stderr", "about"} for row in scores["rows"])
+    assert len(scores["rows"]) == len(lines(done.out)) - 3  # head, rule and entropy
+    assert all(row.keys() >= {"metric", "value", "stderr", "about"} for row in scores["rows"])
+    assert scores["entropy"] == pytest.approx(1.0)
+    assert len(scores["latent"]["spread"]) == scores["latent"]["size"]
+    assert (here / "scores.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_same_seed_gives_the_same_scores(poker):
@@ -557,8 +562,8 @@ BAD_SAMPLING = [
     ("--order best", "order='best'"),
     ("--rule beam", "rule='beam'"),
     ("--z twice", "z='twice'"),
-    ("--temperature 0.5", "rule=argmax"),
-    ("--top-p 0.5", "rule=argmax"),
+    ("--rule argmax --temperature 0.5", "rule=argmax"),
+    ("--rule argmax --top-p 0.5", "rule=argmax"),
     ("--rule sample --temperature 0", "temperature=0"),
     ("--rule sample --temperature nan", "temperature=nan"),
     ("--rule sample --temperature inf", "temperature=inf"),
@@ -600,7 +605,12 @@ BAD_EVALUATIONS = [
     ("--data rows.npy --steps ²", "--steps '²'"),
     ("--data rows.npy --steps 1,", "--steps '1,'"),
     ("--data rows.npy --steps=-1", "--steps '-1'"),
-    ("--data rows.npy --steps 0", "steps=0"),
+    ("--data rows.npy --steps 0", "--steps '0'"),
+    ("--data rows.npy --iwae 0", "--iwae '0'"),
+    ("--data rows.npy --iwae x,1", "--iwae 'x,1'"),
+    ("--data rows.npy --rows 1", "--rows 1"),
+    ("--data rows.npy --plot scores.pdf", "--plot scores.pdf"),
+    ("--data rows.npy --plot missing/scores.png", "missing"),
     ("--data rows.npy --steps 1,9", "steps=9"),
     ("--data rows.npy --order best", "order='best'"),
     ("--data rows.npy --z twice", "z='twice'"),

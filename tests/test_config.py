@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vmd
-from helpers import tiny_config
+from helpers import codes, latent, tiny_config
 from vmd.config import (
     InvalidInput,
     LatentConfig,
@@ -202,3 +202,83 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
 def test_a_public_name_stays_what_it_is(name):
     """A function must not turn into the module that holds it once that module has been imported."""
     assert [callable(getattr(vmd, name)) for _ in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("objective.masking=step", "counts, times, steps"),
+        ("objective.steps=", "steps is empty"),
+        ("objective.steps=0", "objective.steps=0"),
+        ("objective.steps=2,x", "integer"),
+        ("objective.z=twice", "objective.z='twice'"),
+        ("objective.samples=0", "objective.samples=0"),
+        ("model.latent.codes=1", "model.latent.codes=1"),
+        ("model.latent.head=linear", "bilinear, additive"),
+        ("model.latent.head_dim=-1", "head_dim=-1"),
+        ("model.latent.code_layers=-1", "code_layers=-1"),
+        ("model.latent.code_chunk=-1", "code_chunk=-1"),
+        ("model.latent.prior=flat", "normal, learned"),
+        ("model.latent.prior_layers=0", "prior_layers=0"),
+    ],
+)
+def test_bad_settings_of_latents_and_steps_are_refused_in_one_line(setting, says):
+    with pytest.raises(InvalidInput, match=says) as error:
+        override_all(RunConfig(), [setting])
+    assert one_line(error)
+
+
+def test_several_numbers_of_steps_are_read():
+    assert override_all(RunConfig(), ["objective.steps=1,2,4"]).objective.steps == (1, 2, 4)
+
+
+@pytest.mark.parametrize("fields", [{"kl_weight": 0.5}, {"kl_warmup_steps": 3}, {"free_bits": 0.1}], ids=str)
+def test_importance_weights_have_no_kl_to_weigh(fields):
+    ObjectiveConfig(**fields)
+    with pytest.raises(InvalidInput, match=r"objective.samples=4") as error:
+        ObjectiveConfig(samples=4, **fields)
+    assert one_line(error)
+
+
+@pytest.mark.parametrize("fields", [{"kl_weight": 0.5}, {"kl_warmup_steps": 3}, {"free_bits": 0.1}, {"samples": 2}], ids=str)
+def test_codes_have_no_kl_to_weigh(fields):
+    ObjectiveConfig(**fields).check(tiny_config(4, 2, z=latent()))
+    ObjectiveConfig().check(tiny_config(4, 2, z=codes()))
+    with pytest.raises(InvalidInput, match=r"categorical.*objective.kl_weight") as error:
+        ObjectiveConfig(**fields).check(tiny_config(4, 2, z=codes()))
+    assert one_line(error)
+
+
+def test_steps_above_the_block_size_are_refused_where_they_are_used():
+    for z_config in (latent(), codes()):
+        ObjectiveConfig(masking="steps", steps=(1, 2)).check(tiny_config(4, 2, z=z_config))
+        ObjectiveConfig(masking="counts", steps=(3,)).check(tiny_config(4, 2, z=z_config))
+        with pytest.raises(InvalidInput, match=r"objective.steps=3: expected 1 to 2"):
+            ObjectiveConfig(masking="steps", steps=(1, 3)).check(tiny_config(4, 2, z=z_config))
+
+
+def test_latents_that_reach_later_blocks_take_one_sample_once():
+    several, one = (tiny_config(4, r, z=latent(on_clean=True)) for r in (2, 4))
+    ObjectiveConfig(samples=3).check(one)
+    ObjectiveConfig(masking="steps", steps=(1, 2), z="fresh").check(one)
+    ObjectiveConfig(masking="steps", steps=(1, 2), z="once").check(several)
+    ObjectiveConfig(masking="steps", steps=(1,), z="fresh").check(several)
+    with pytest.raises(InvalidInput, match=r"objective.samples=3.*on_clean"):
+        ObjectiveConfig(samples=3).check(several)
+    with pytest.raises(InvalidInput, match=r"objective.z=fresh.*on_clean"):
+        ObjectiveConfig(masking="steps", steps=(1, 2), z="fresh").check(several)
+
+
+def test_codes_need_a_layer_before_them_and_no_clean_stream():
+    tiny_config(4, 2, z=codes(layers=1))
+    with pytest.raises(InvalidInput, match=r"code_layers=2: expected fewer than model.layers = 2"):
+        tiny_config(4, 2, z=codes(layers=2))
+    tiny_config(4, 2, z=LatentConfig(kind="gaussian", code_layers=2))  # not used there
+    with pytest.raises(InvalidInput, match=r"on_clean=true.*categorical"):
+        codes(on_clean=True)
+
+
+def test_settings_of_latents_and_steps_survive_json():
+    model = tiny_config(4, 2, z=codes(7, "additive", 1, code_chunk=3))
+    config = RunConfig(model, ObjectiveConfig(masking="steps", steps=(1, 2), z="once"))
+    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config

@@ -51,6 +51,27 @@ def test_every_precision_learns(precision):
     assert log[-1]["reconstruction"] < 0.8 * log[0]["reconstruction"]
 
 
+@pytest.mark.parametrize("kind", ["none", "gaussian", "categorical"])
+def test_a_recorded_step_trains_as_the_plain_one(kind):
+    logs = []
+    for capture in ("false", "true"):
+        more = ["training.ema=0.9", "objective.kl_weight=1", f"model.latent.kind={kind}", f"training.capture={capture}"]
+        run = small(2, *more, "training.log_every=1", "training.warmup_steps=5")
+        model = VMD(run.model).cuda()
+        logs.append([record["total"] for record in train(model, law("d1"), run)])
+    assert logs[0] == pytest.approx(logs[1], rel=2e-3)
+
+
+def test_a_recorded_ensemble_trains_as_its_plain_one():
+    logs = []
+    for capture in ("false", "true"):
+        run = small(4, "training.log_every=1", f"training.capture={capture}", "training.precision=bf16")
+        ensemble = Ensemble([VMD(run.model, seed=s) for s in range(3)]).cuda()
+        log = train(ensemble, StackedLaws([law("d1"), law("d2"), law("d1")]), run, kl_weights=torch.tensor([0.1, 0.2, 0.3]))
+        logs.append([record["total"] for record in log])
+    assert logs[0] == pytest.approx(logs[1], rel=2e-2)
+
+
 def test_cached_samples_equal_uncached_ones_on_the_gpu():
     model = VMD(small(2).model).cuda()
     seeds = list(range(64))

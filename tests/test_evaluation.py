@@ -3,11 +3,12 @@ import math
 import pytest
 import torch
 
-from helpers import all_sequences, close, latent, random_law, random_tokens, tiny_model
-from vmd.config import InvalidInput
+from helpers import NO_LATENT, all_sequences, close, latent, random_law, random_tokens, tiny_model
+from vmd.config import InvalidInput, LatentConfig
 from vmd.data import ArrayData, law
 from vmd.data.synthetic import d1, d2, dependence
-from vmd.evaluation import evaluate_model
+from vmd.diagnostics import advice
+from vmd.evaluation import CERTIFIED, diagnose_model, evaluate_model
 from vmd.model import VMD
 
 SURROGATE, BOUND = "surrogate (not a bound), bits per token", "bound at N = block size, bits per token"
@@ -32,10 +33,11 @@ def array(vocab_size: int = 10, rows: int = 30) -> ArrayData:
 
 def test_a_uniform_model_scores_log_v_bits_per_token_exactly():
     """Whatever is masked: k tokens of weight r/k cost r log V."""
-    (row,) = evaluate_model(uniform_model(), array(), [1])
-    assert row["metric"] == BOUND
-    assert close(row["value"], math.log2(10), 1e-6)
-    assert row["stderr"] < 1e-6
+    rows = evaluate_model(uniform_model(), array(), [1, 2])
+    assert metrics(rows) == [CERTIFIED] * 4 + [BOUND]  # random order and order prob for each number of steps
+    for row in rows:
+        assert close(row["value"], math.log2(10), 1e-6)
+        assert row["stderr"] < 1e-6
 
 
 def test_the_exact_kl_of_a_uniform_model_is_what_entropy_lacks():
@@ -50,13 +52,82 @@ def test_samples_of_a_uniform_model_are_counted():
     assert value[COUNTED] > 2 * math.log(10) - 0.1
 
 
-def test_of_an_array_only_the_objective_is_known():
-    assert metrics(evaluate_model(tiny_model(vocab_size=10), array(), [1, 2])) == [BOUND]
-    assert metrics(evaluate_model(tiny_model(vocab_size=10, z=latent()), array(), [1, 2]))[0] == SURROGATE
+def test_of_an_array_bounds_and_objective_are_known():
+    assert set(metrics(evaluate_model(tiny_model(vocab_size=10), array(), [1, 2]))) == {CERTIFIED, BOUND}
+    found = metrics(evaluate_model(tiny_model(vocab_size=10, z=latent()), array(), [1, 2], iwae=(1, 4)))
+    assert found[:5] == [CERTIFIED] * 4 + [SURROGATE]
+
+
+CODES = LatentConfig(kind="categorical", codes=6)
+
+
+@pytest.mark.parametrize("z", [NO_LATENT, latent(), CODES], ids=["none", "gaussian", "codes"])
+@pytest.mark.parametrize("draw", ["once", "fresh"])
+def test_certified_bits_of_a_law_are_not_below_its_entropy(z, draw):
+    truth = random_law(4, 3)
+    rows = evaluate_model(tiny_model(4, 2, 3, z=z), truth, [1, 2], z=draw, iwae=(1, 8), n=20, rows_scored=400)
+    certified = [row for row in rows if row["metric"] == CERTIFIED]
+    assert len(certified) >= 2
+    for row in certified:
+        assert row["value"] + 3 * (row["stderr"] or 0) > truth.entropy / (4 * math.log(2))
+
+
+def test_certified_rows_name_their_sampler():
+    rows = evaluate_model(tiny_model(vocab_size=10, z=latent()), array(), [1, 2], z="fresh", iwae=(1, 4))
+    certified = [row for row in rows if row["metric"] == CERTIFIED]
+    assert [(row["steps"], row["iwae"], row["z"], row["order"]) for row in certified] == [
+        (steps, samples, "fresh", "random") for steps in (1, 2) for samples in (1, 4)
+    ]
+    for row in certified:
+        for part in (f"NFE {2 * row['steps']}", "random order", "rule sample", f"IWAE {row['iwae']}", "z fresh"):
+            assert part in row["about"]
+
+
+def test_given_tokens_cost_no_bits():
+    """A uniform model pays log V for each token that is not given, whatever the steps."""
+    rows = evaluate_model(uniform_model(), array(), [1, 2], fixed="0:3")
+    assert all(close(row["value"], math.log2(10), 1e-6) for row in rows)
+    assert all(row["order"] == "random" for row in rows if row["metric"] == CERTIFIED)
+
+
+@pytest.mark.parametrize("z", [latent(), CODES], ids=["gaussian", "codes"])
+def test_a_latent_that_nothing_reads_carries_nothing(z):
+    """Every code and every z predicts the same, so that the posterior over codes is the prior."""
+    model = uniform_model(z)
+    for name, parameter in model.named_parameters():
+        if "pathway.out" in name or name == "encoder.head.weight" or name == "encoder.head.bias":
+            torch.nn.init.zeros_(parameter)
+    found = diagnose_model(model, array())
+    assert found.information < 0.01
+    assert abs(found.kl) < 0.01
+    assert abs(found.nll_gap) < 1e-5
+    assert advice(found.information, z.kind).startswith("the latent has collapsed")
+    assert found.size == (6 if z.kind == "categorical" else 3) == len(found.spread)
+
+
+def test_no_latent_has_no_diagnosis():
+    assert diagnose_model(tiny_model(vocab_size=10), array()) is None
+
+
+def test_dead_codes_are_not_counted_as_used():
+    model = tiny_model(vocab_size=10, z=CODES)
+    with torch.no_grad():
+        model.decoder.pathway.prior.bias[2:] = -60.0
+    found = diagnose_model(model, array())
+    assert found.active <= 2
+    assert sum(found.spread) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_kl_is_information_and_gap():
+    for z in (latent(), CODES):
+        found = diagnose_model(tiny_model(vocab_size=10, z=z), array())
+        assert found.kl == pytest.approx(found.information + found.marginal_gap, abs=1e-4)
+        assert sum(found.spread) == pytest.approx(found.kl if z.kind == "gaussian" else 1, abs=1e-4)
 
 
 def test_the_surrogate_is_the_sum_of_its_parts():
-    total, reconstruction, kl = evaluate_model(tiny_model(vocab_size=10, z=latent()), array(), [1])
+    rows = evaluate_model(tiny_model(vocab_size=10, z=latent()), array(), [1])
+    total, reconstruction, kl = rows[-3:]
     assert close(total["value"], reconstruction["value"] + kl["value"], 1e-6)
     assert kl["value"] >= 0
 
@@ -68,7 +139,9 @@ def test_each_number_of_steps_is_sampled_by_both_rules(z):
     want = [(rule, steps) for steps in (1, 2) for rule in ("argmax", "sample")]
     assert [(rule, steps) for rule, steps in want if any(f"rule {rule}" in r["about"] for r in rows)] == want
     for (rule, steps), row in zip(want, rows, strict=True):
-        assert row["about"].startswith(f"rule {rule}, order prob, {steps} steps per block, NFE {2 * steps}, n 20")
+        assert row["about"].startswith(
+            f"rule {rule}, order prob, {steps} step{'s' if steps > 1 else ''} per block, NFE {2 * steps}, n 20"
+        )
         assert ("z once" in row["about"]) is (z is not None)
 
 
@@ -110,20 +183,22 @@ def test_scores_of_a_number_of_steps_do_not_depend_on_the_others():
 
 def test_as_many_rows_are_scored_as_asked_for_or_there_are():
     model = tiny_model(vocab_size=10)
-    assert evaluate_model(model, array(rows=30), [1], n=20)[0]["about"].startswith("20 rows")
-    assert evaluate_model(model, array(rows=30), [1], n=99)[0]["about"].startswith("30 rows")
+    for asked, scored in ((20, 20), (99, 30)):
+        rows = evaluate_model(model, array(rows=30), [1], n=asked, rows_scored=asked)
+        assert rows[0]["about"].endswith(f"; {scored} rows")
+        assert rows[-1]["about"].startswith(f"{scored} rows")
 
 
 def test_the_standard_error_shrinks_with_the_root_of_the_rows():
     model = tiny_model(vocab_size=10)
-    few, many = (evaluate_model(model, array(rows=n), [1], n=n)[0]["stderr"] for n in (400, 40_000))
+    few, many = (evaluate_model(model, array(rows=n), [1], n=n)[-1]["stderr"] for n in (400, 40_000))
     assert 8 < few / many < 12.5
 
 
 def test_more_rows_than_a_chunk_are_scored_alike():
     """The means of 8,192 and of 20,000 rows agree within their errors."""
     model = tiny_model(vocab_size=10, z=latent())
-    a, b = (evaluate_model(model, array(rows=20_000), [1], n=n)[0] for n in (8_192, 20_000))
+    a, b = (evaluate_model(model, array(rows=20_000), [1], n=n)[-3] for n in (8_192, 20_000))
     assert abs(a["value"] - b["value"]) < 4 * math.hypot(a["stderr"], b["stderr"])
 
 

@@ -1,8 +1,11 @@
 import math
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vmd.latent import Gaussian, standard_normal
+from helpers import chi_square_p
+from vmd.latent import Categorical, Gaussian, standard_normal
 
 
 def gaussian(*shape: int, seed: int = 0) -> Gaussian:
@@ -55,3 +58,28 @@ def test_the_prior_is_standard_normal_of_the_given_shape():
     noise = torch.randn(2, 3)
     assert torch.equal(prior.draw(noise), noise)
     assert prior.kl(Gaussian(torch.zeros(2, 3), torch.zeros(2, 3))).tolist() == [0, 0]
+
+
+def test_codes_are_drawn_by_the_probabilities_of_their_own_row(generator):
+    logits = torch.tensor([[0.0, 1.0, -2.0, 2.0], [3.0, -1.0, 0.5, 0.0]])
+    drawn = Categorical(logits.log_softmax(-1).expand(20_000, -1, -1)).draw(torch.randn(20_000, 2, 1, generator=generator))
+    assert drawn.shape == (20_000, 2, 1)
+    assert drawn.dtype == torch.float32
+    for row in range(2):
+        counts = torch.bincount(drawn[:, row, 0].long(), minlength=4)
+        assert chi_square_p(counts, logits[row].double().softmax(-1)) > 1e-4
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=6).filter(any), st.floats(-45, 45))
+def test_codes_of_probability_zero_are_never_drawn(possible, noise):
+    """However far out the noise: its uniform may round to 0 or to 1."""
+    log_probs = torch.where(torch.tensor(possible), torch.linspace(-1, 1, len(possible)), -torch.inf).log_softmax(-1)
+    code = Categorical(log_probs).draw(torch.tensor([noise]))
+    assert possible[int(code)]
+
+
+def test_more_noise_draws_a_later_code():
+    log_probs = torch.tensor([0.25, 0.5, 0.25]).log()
+    noise = torch.linspace(-4, 4, 101)
+    drawn = Categorical(log_probs.expand(101, -1)).draw(noise.unsqueeze(-1))[:, 0]
+    assert torch.equal(drawn, (noise > -0.6745).float() + (noise > 0.6745))

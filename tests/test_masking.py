@@ -6,8 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import chi_square_p, random_tokens
-from vmd.masking import all_masks, apply_mask, draw_masks, stratified_uniforms
+from helpers import chi_square_p, mean_is, random_tokens, standard_error
+from vmd.likelihood import all_orders
+from vmd.masking import all_masks, apply_mask, draw_masks, draw_steps, stratified_uniforms
+from vmd.sampling import reveal_counts
 
 KINDS = ("counts", "times")
 
@@ -186,3 +188,141 @@ def test_each_stratified_number_is_uniform_and_not_tied_to_its_row(generator):
     for row in range(count):
         seen = torch.histc(u[:, row].float(), bins=20, min=0, max=1)
         assert chi_square_p(seen, torch.full((20,), 1 / 20)) > 1e-4
+
+
+# The steps of a sampler
+
+
+@st.composite
+def step_problems(draw):
+    x0, r, fixed, seed = draw(masking_problems())
+    return x0, r, fixed, tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))), seed
+
+
+def steps_of(problem, whole: bool):
+    x0, r, fixed, choices, seed = problem
+    return draw_steps(x0, r, choices, whole=whole, fixed=fixed, generator=torch.Generator().manual_seed(seed))
+
+
+def maskable_tokens(x0, fixed):
+    return torch.ones_like(x0, dtype=torch.bool) if fixed is None else ~fixed
+
+
+@given(step_problems())
+def test_the_steps_of_a_sampler_score_every_maskable_token_once_while_it_is_masked(problem):
+    x0, r, fixed, choices, _ = problem
+    masks, free = steps_of(problem, whole=True), maskable_tokens(x0, fixed)
+    assert masks.mask.shape == masks.target.shape == (len(x0), max(choices), x0.shape[1])
+    assert torch.equal(masks.target.long().sum(1), free.long())  # fixed tokens are never scored, the others once
+    still_hidden = masks.target.flip(1).cumsum(1).flip(1) > 0  # by this step or a later one
+    assert torch.equal(masks.mask, still_hidden)
+    assert torch.equal(masks.weight, free.unflatten(1, (-1, r)).any(-1).float())
+
+
+@given(step_problems())
+def test_the_steps_of_a_sampler_reveal_its_counts(problem):
+    """Those of one of the choices, for every block; behind its last step come empty ones."""
+    x0, r, fixed, choices, _ = problem
+    masks = steps_of(problem, whole=True)
+    m = maskable_tokens(x0, fixed).unflatten(1, (-1, r)).sum(-1)
+    counts = masks.target.unflatten(2, (-1, r)).sum(-1)  # (B, J, blocks)
+    plans = []
+    for steps in choices:
+        plan = reveal_counts(m.flatten(), steps).T.view(*m.shape, steps).movedim(2, 1)
+        plans.append(torch.nn.functional.pad(plan, (0, 0, 0, max(choices) - steps)))
+    fits = torch.stack([(counts == plan).all(1) for plan in plans])  # (choices, B, blocks)
+    assert fits.any(0).all()
+
+
+@given(step_problems())
+def test_a_single_step_is_one_of_the_steps_of_a_sampler(problem):
+    x0, r, fixed, choices, _ = problem
+    masks, free = steps_of(problem, whole=False), maskable_tokens(x0, fixed)
+    assert masks.mask.shape == x0.shape
+    assert not (masks.mask & ~free).any()
+    assert not (masks.target & ~masks.mask).any()
+    blocks = [part.unflatten(1, (-1, r)).sum(-1).flatten().tolist() for part in (free, masks.mask, masks.target)]
+    for m, hidden, revealed, weight in zip(*blocks, masks.weight.flatten().tolist(), strict=True):
+        assert (weight > 0) == (revealed > 0)
+        assert weight in (0, *choices)
+        of = [int(weight)] if weight else choices
+        assert any((hidden, revealed) in plan_of(m, steps) for steps in of)
+
+
+def plan_of(m: int, steps: int) -> list[tuple[int, int]]:
+    """(hidden before, revealed by) each step that fills m tokens."""
+    counts = reveal_counts(torch.tensor([m]), steps)[:, 0].tolist()
+    return [(m - sum(counts[:j]), counts[j]) for j in range(steps)]
+
+
+@given(step_problems(), st.booleans())
+def test_the_same_seed_gives_the_same_steps(problem, whole):
+    for first, second in zip(steps_of(problem, whole), steps_of(problem, whole), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("given_tokens", [0, 1])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
+def test_a_single_step_and_the_sum_over_all_steps_have_the_enumerated_expectation(generator, steps, given_tokens):
+    """On an arbitrary function of what a step hides and scores, with and without a fixed token."""
+    r, rows = 4, 40_000
+    m = r - given_tokens
+    worth = torch.randn(2**m, 2**m, generator=generator, dtype=torch.float64) + 1
+    worth[:, 0] = 0  # nothing is scored
+
+    def value(mask, target):
+        powers = 2 ** torch.arange(m)
+        return worth[(mask * powers).sum(-1), (target * powers).sum(-1)]
+
+    orders = all_orders(m, steps)  # (O, N, m)
+    exact = float(value(orders.flip(1).cumsum(1).flip(1) > 0, orders).sum(1).mean())
+    fixed = torch.arange(r) < given_tokens
+    x0 = torch.zeros(rows, r, dtype=torch.long)
+    single = draw_steps(x0, r, (steps,), fixed=fixed, generator=generator)
+    whole = draw_steps(x0, r, (steps,), whole=True, fixed=fixed, generator=generator)
+    free = ~fixed
+    estimates = (
+        single.weight[:, 0] * value(single.mask[:, free], single.target[:, free]),
+        whole.weight[:, 0] * value(whole.mask[..., free], whole.target[..., free]).sum(1),
+    )
+    for draws in estimates:
+        assert mean_is(draws, exact)
+        assert standard_error(draws) < 0.05 * abs(exact)  # the test has power
+
+
+def test_every_order_of_the_steps_is_as_likely(generator):
+    orders = all_orders(4, 3)
+    drawn = draw_steps(random_tokens(6000, 8), 4, (3,), whole=True, generator=generator).target
+    drawn = drawn.unflatten(2, (2, 4)).movedim(2, 1).flatten(0, 1)  # (rows and blocks, N, r)
+    seen = (drawn.unsqueeze(1) == orders).flatten(2).all(-1).sum(0)
+    assert seen.sum() == len(drawn)
+    assert chi_square_p(seen, torch.full((len(orders),), 1 / len(orders))) > 1e-4
+
+
+def test_choices_and_their_steps_come_equally_often(generator):
+    """Stratified over rows and blocks: even, not only on average."""
+    masks = draw_steps(random_tokens(60, 8), 4, (1, 2, 4), generator=generator)
+    hidden = masks.mask.view(120, 4).sum(-1)
+    weight = masks.weight.flatten().long()
+    assert torch.bincount(weight, minlength=5).tolist() == [0, 40, 40, 0, 40]
+    assert torch.bincount(hidden[weight == 2], minlength=5).tolist() == [0, 0, 20, 0, 20]
+    assert torch.bincount(hidden[weight == 4], minlength=5).tolist() == [0, 10, 10, 10, 10]
+    whole = draw_steps(random_tokens(60, 8), 4, (1, 2, 4), whole=True, generator=generator)
+    steps = whole.target.view(60, 4, 2, 4).any(-1).sum(1).flatten()
+    assert torch.bincount(steps).tolist() == [0, 40, 40, 0, 40]
+
+
+def test_more_steps_than_tokens_leave_steps_empty_at_no_weight(generator):
+    fixed = torch.tensor([False, True, True, False])
+    masks = draw_steps(random_tokens(80, 4), 4, (4,), fixed=fixed, generator=generator)
+    assert torch.bincount(masks.weight[:, 0].long()).tolist() == [40, 0, 0, 0, 40]  # two steps of four reveal a token
+    whole = draw_steps(random_tokens(80, 4), 4, (4,), whole=True, fixed=fixed, generator=generator)
+    assert (whole.target.sum(-1).sort(-1).values == torch.tensor([0, 0, 1, 1])).all()
+
+
+def test_a_block_of_fixed_tokens_has_no_weight_in_any_form(generator):
+    fixed = torch.tensor([True, True, False, False])
+    for whole in (False, True):
+        masks = draw_steps(random_tokens(10, 4), 2, (1, 2), whole=whole, fixed=fixed, generator=generator)
+        assert (masks.weight[:, 0] == 0).all()
+        assert (masks.weight[:, 1] > 0).all()

@@ -15,6 +15,7 @@ from helpers import (
     tiny_model,
 )
 from vmd.data import Law, law
+from vmd.latent import standard_normal
 from vmd.metrics import FLOOR, accuracy, empirical, kl_to, one_step_probabilities, sequence_ids
 
 THREE = Law(
@@ -171,6 +172,9 @@ class SignOfZ:
 
     def latent_shape(self, batch: int):
         return (batch, 2, 1)
+
+    def gaussian_prior(self, xt, x0):
+        return standard_normal(torch.zeros(len(xt), 2, 1))
 
     def denoise(self, xt, x0, z):
         signs = (z[..., 0] > 0).long()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import NO_LATENT, latent, random_tokens, tiny_config, tiny_model
+from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, strong_model, tiny_config, tiny_model
 from vmd.masking import apply_mask, draw_masks
 from vmd.model import VMD
 from vmd.network import init_weights, rotate
@@ -288,3 +288,142 @@ def test_every_parameter_gets_a_gradient(length, r, z_config):
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+# Steps that score some of the masked tokens, and priors that see what is revealed
+
+
+def hiding(length: int, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x0, a mask and targets: of every block's tokens the last is shown, the first is scored, those between are hidden."""
+    place = torch.arange(length) % r
+    return random_tokens(2, length), (place < r - 1).expand(2, -1), (place == 0).expand(2, -1)
+
+
+def posterior_of(model, x0, mask, target=None) -> Tensor:
+    with torch.no_grad():
+        return torch.cat(model.encode(x0, mask, target), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("stream", "length", "r"), [("single", 4, 4), ("single", 6, 3), ("single", 9, 3), ("doubled", 4, 4)]
+)
+def test_posterior_does_not_see_the_values_of_hidden_tokens(stream, length, r):
+    model = tiny_model(length, r, z=latent(stream))
+    x0, mask, target = hiding(length, r)
+    before = posterior_of(model, x0, mask, target)
+    for block in range(length // r):
+        here = torch.arange(length) // r == block
+        for tokens, seen in ((mask & ~target, False), (target, True), (~mask, True)):
+            perturbed = torch.where(tokens & here, other(x0), x0)
+            after = posterior_of(model, perturbed, mask, target)
+            assert changed(before[:, block], after[:, block]) == seen
+            if block:
+                assert same(before[:, :block], after[:, :block])
+
+
+@streams
+@shapes
+def test_posterior_is_shown_all_masked_tokens_unless_told_the_targets(stream, length, r):
+    model = tiny_model(length, r, z=latent(stream))
+    x0, mask, _ = inputs(length, r)
+    assert torch.equal(posterior_of(model, x0, mask), posterior_of(model, x0, mask, mask))
+
+
+@streams
+@pytest.mark.parametrize(("length", "r"), [(6, 3), (9, 3)])
+def test_posterior_sees_no_other_blocks_mask_or_targets(stream, length, r):
+    model = tiny_model(length, r, z=latent(stream))
+    x0, mask, target = hiding(length, r)
+    before = posterior_of(model, x0, mask, target)
+    for block in range(length // r):
+        here = torch.arange(length) // r == block
+        after = posterior_of(model, x0, mask ^ here, torch.where(here, mask & ~target, target) & (mask ^ here))
+        others = torch.arange(length // r) != block
+        assert same(before[:, others], after[:, others])
+        assert changed(before[:, block], after[:, block])
+
+
+def test_a_posterior_that_sees_no_mask_heeds_no_targets_either():
+    for stream in STREAMS:
+        model = tiny_model(4, 4, z=dataclasses.replace(latent(stream), encoder_sees_mask=False))
+        x0, mask, target = hiding(4, 4)
+        assert torch.equal(posterior_of(model, x0, mask, target), posterior_of(model, x0, mask))
+
+
+@torch.no_grad()
+def prior_of(model, xt, x0) -> Tensor:
+    return torch.cat(model.gaussian_prior(xt, x0), dim=-1)
+
+
+@shapes
+def test_learned_prior_sees_earlier_clean_blocks_and_never_its_own(length, r):
+    model = strong_model(length, r, V, learned_prior())
+    x0, mask, _ = inputs(length, r)
+    xt = apply_mask(x0, mask, V)
+    before = prior_of(model, xt, x0)
+    assert before.shape == (2, length // r, 4)
+    for block in range(length // r):
+        perturbed = x0.clone()
+        perturbed[:, block_slice(block, r)] = other(x0)[:, block_slice(block, r)]
+        difference = (prior_of(model, xt, perturbed) - before).abs().amax((0, 2))
+        assert difference[: block + 1].le(1e-6).all()
+        assert difference[block + 1 :].gt(1e-5).all()
+
+
+@shapes
+def test_learned_prior_sees_what_is_revealed_of_its_own_block_and_of_no_other(length, r):
+    model = strong_model(length, r, V, learned_prior())
+    x0, mask, _ = inputs(length, r)
+    xt = apply_mask(x0, mask, V)
+    before = prior_of(model, xt, x0)
+    for block in range(length // r):
+        here = block_slice(block, r)
+        perturbed = xt.clone()
+        perturbed[:, here] = torch.where(mask, x0, V)[:, here]
+        difference = (prior_of(model, perturbed, x0) - before).abs().amax((0, 2))
+        assert difference[block] > 1e-5
+        assert difference[torch.arange(length // r) != block].le(1e-6).all()
+
+
+def test_a_prior_that_is_not_learned_is_standard_normal():
+    x0, mask, _ = inputs(4, 2)
+    for z_config in (latent(), latent(on_clean=True)):
+        mean, log_std = tiny_model(4, 2, z=z_config).gaussian_prior(apply_mask(x0, mask, V), x0)
+        assert mean.shape == log_std.shape == (2, 2, 3)
+        assert not mean.any()
+        assert not log_std.any()
+
+
+@pytest.mark.parametrize(("length", "r"), [(4, 1), (4, 2), (4, 4)])
+def test_every_parameter_of_a_learned_prior_gets_a_gradient(length, r):
+    model = tiny_model(length, r, z=learned_prior())
+    x0 = random_tokens(16, length)
+    masks = draw_masks(x0, r, generator=torch.Generator().manual_seed(0))
+    model(x0, masks, torch.randn(16, length // r, 2)).total.mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(
+    "z_config", [codes(64), codes(64, "additive", 1), learned_prior()], ids=["head", "layer", "gaussian"]
+)
+@torch.no_grad()
+def test_learned_priors_start_near_the_uniform_or_the_standard_normal_one(z_config):
+    model = tiny_model(4, 2, z=z_config)
+    x0, mask, _ = inputs(4, 2)
+    parts = model.prior(apply_mask(x0, mask, V), x0)
+    for part in parts:
+        spread = part - part.mean(-1, keepdim=True) if z_config.kind == "categorical" else part
+        assert float(spread.abs().max()) < 0.7
+
+
+def test_parameters_are_counted_where_they_live():
+    plain, learned, coded = (tiny_model(4, 2, z=z) for z in (NO_LATENT, learned_prior(), codes(layers=1)))
+    for model in (learned, coded):
+        counts = model.parameter_counts()
+        assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
+        assert counts["backbone"] == plain.parameter_counts()["backbone"]
+        assert counts["pathway"] > 0
+    assert learned.parameter_counts()["prior"] == sum(p.numel() for p in learned.prior_network.parameters())
+    assert coded.parameter_counts()["prior"] == coded.parameter_counts()["encoder"] == 0

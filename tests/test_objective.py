@@ -4,12 +4,22 @@ import math
 import pytest
 import torch
 
-from helpers import NO_LATENT, exact_denoiser, latent, random_law, random_tokens, tiny_model
+from helpers import (
+    CODES,
+    NO_LATENT,
+    exact_denoiser,
+    latent,
+    learned_prior,
+    random_law,
+    random_tokens,
+    strong_model,
+    tiny_model,
+)
 from vmd.data import law
 from vmd.data.synthetic import deterministic
 from vmd.latent import Gaussian
-from vmd.masking import Masks, all_masks, apply_mask, draw_masks
-from vmd.objective import exact_objective, objective, token_nll
+from vmd.masking import Masks, all_masks, apply_mask, draw_masks, draw_steps
+from vmd.objective import code_objective, exact_objective, objective, token_nll
 
 LN10 = math.log(10)
 
@@ -270,3 +280,164 @@ def test_a_models_forward_is_the_objective_of_its_networks():
         expected = objective(model.denoise, model.encode, x0, masks, 5, noise=noise, kl_weight=0.3, free_bits=0.2)
         for a, b in zip(model(x0, masks, noise, 0.3, 0.2), expected, strict=True):
             assert torch.equal(a, b)
+
+
+# Steps of a sampler: what is scored, and what the parts see
+
+
+def step_of(rows: int, whole: bool, steps: tuple[int, ...] = (2,)):
+    """x0 of two blocks of three tokens, and masks that hide tokens which are not scored yet."""
+    x0 = random_tokens(rows, 6)
+    return x0, draw_steps(x0, 3, steps, whole=whole, generator=torch.Generator().manual_seed(0))
+
+
+def single_steps(masks: Masks) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(mask, target) of each step."""
+    if masks.mask.dim() == 2:
+        return [(masks.mask, masks.target)]
+    return [(masks.mask[:, j], masks.target[:, j]) for j in range(masks.mask.shape[1])]
+
+
+both_forms = pytest.mark.parametrize("whole", [False, True], ids=["one-step", "all-steps"])
+
+
+def test_of_the_masked_tokens_the_targets_alone_cost():
+    x0, masks = step_of(8, whole=False)
+    assert (masks.mask & ~masks.target).any()
+    loss = objective(uniform_denoiser, None, x0, masks, 5)
+    expected = (masks.target.view(8, 2, 3).sum(-1) * masks.weight).sum(-1) * math.log(5)
+    torch.testing.assert_close(loss.total, expected)
+
+
+@both_forms
+def test_encoder_and_prior_are_shown_the_step_that_draws_z(whole):
+    """One step: its own mask and targets. All steps of one z: the first one's mask, and everything they will score."""
+    x0, masks = step_of(4, whole)
+    first = single_steps(masks)[0][0]
+    told = masks.target.any(1) if whole else masks.target
+
+    def encode(clean, mask, target):
+        assert torch.equal(clean, x0)
+        assert torch.equal(mask, first)
+        assert torch.equal(target, told)
+        return unit_posterior(clean, mask, target)
+
+    def prior(xt, clean):
+        assert torch.equal(xt, apply_mask(x0, first, 5))
+        assert torch.equal(clean, x0)
+        return unit_posterior(clean, None, None)
+
+    loss = objective(uniform_denoiser, encode, x0, masks, 5, prior=prior, noise=torch.zeros(4, 2, 4))
+    assert (loss.kl == 0).all()  # to the prior that was given, not to N(0, I)
+
+
+@torch.no_grad()
+def test_steps_that_share_z_add_up_their_targets_and_pay_its_kl_once():
+    model = strong_model(6, 3, 5, learned_prior())
+    x0, masks = step_of(4, whole=True, steps=(3,))
+    noise = torch.randn(4, 2, 2)
+    loss = objective(model.denoise, model.encode, x0, masks, 5, prior=model.gaussian_prior, noise=noise)
+    blank = torch.full_like(x0, 5)
+    posterior, before = model.encode(x0, torch.ones_like(x0, dtype=torch.bool)), model.gaussian_prior(blank, x0)
+    torch.testing.assert_close(loss.kl, posterior.kl(before).sum(-1))
+    by_hand = torch.zeros(4)
+    for mask, target in single_steps(masks):
+        by_hand += (token_nll(model.denoise(apply_mask(x0, mask, 5), x0, posterior.draw(noise)), x0) * target).sum(-1)
+    torch.testing.assert_close(loss.reconstruction, by_hand)
+    torch.testing.assert_close(loss.total, loss.reconstruction + loss.kl)
+
+
+# Importance weights
+
+
+@both_forms
+@pytest.mark.parametrize("samples", [1, 3])
+@torch.no_grad()
+def test_importance_weighted_totals_are_minus_the_log_of_the_mean_weight(whole, samples):
+    model = strong_model(6, 3, 5, learned_prior())
+    x0, masks = step_of(4, whole)
+    noise = torch.randn(samples, 4, 2, 2)
+    loss = objective(model.denoise, model.encode, x0, masks, 5, prior=model.gaussian_prior, noise=noise)
+    first, told = single_steps(masks)[0][0], masks.target.any(1) if whole else masks.target
+    posterior, before = model.encode(x0, first, told), model.gaussian_prior(apply_mask(x0, first, 5), x0)
+    costs, weights = [], []  # -log p(targets | z), and p(targets | z) p(z) / q(z), of every draw and block
+    for eps in noise:
+        z = posterior.draw(eps)
+        nll = torch.zeros(4, 2, dtype=torch.float64)
+        for mask, target in single_steps(masks):
+            per_token = token_nll(model.denoise(apply_mask(x0, mask, 5), x0, z), x0) * target
+            nll += per_token.view(4, 2, 3).sum(-1)
+        costs.append(nll)
+        weights.append((before.log_prob(z) - posterior.log_prob(z) - nll).exp())
+    costs, weights = torch.stack(costs), torch.stack(weights)
+    reweighted = (weights / weights.sum(0) * costs).sum(0)
+    for part, expected in ((loss.total, -weights.mean(0).log()), (loss.reconstruction, reweighted)):
+        torch.testing.assert_close(part.double(), (expected * masks.weight).sum(-1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(loss.total, loss.reconstruction + loss.kl, atol=1e-4, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_one_importance_sample_has_the_reconstruction_of_the_plain_objective():
+    model = strong_model(6, 3, 5, latent())
+    x0, masks = step_of(4, whole=False)
+    noise = torch.randn(4, 2, 3)
+    one, plain = (objective(model.denoise, model.encode, x0, masks, 5, noise=n) for n in (noise[None], noise))
+    torch.testing.assert_close(one.reconstruction, plain.reconstruction)
+
+
+# Codes
+
+
+@pytest.mark.parametrize("z_config", CODES.values(), ids=CODES)
+@both_forms
+@torch.no_grad()
+def test_the_objective_of_codes_sums_over_them_and_its_parts_are_those_of_their_posterior(z_config, whole):
+    model = strong_model(6, 3, 5, z_config)
+    x0, masks = step_of(4, whole)
+    loss = code_objective(model.codes, x0, masks, 5)
+    first = single_steps(masks)[0][0]
+    prior = model.prior(apply_mask(x0, first, 5), x0).log_probs.double().exp()  # (B, blocks, K)
+    likelihood = torch.ones_like(prior)
+    for code in range(z_config.codes):
+        for mask, target in single_steps(masks):
+            z = torch.full((4, 2, 1), float(code))
+            nll = token_nll(model.denoise(apply_mask(x0, mask, 5), x0, z), x0).double() * target
+            likelihood[..., code] *= nll.view(4, 2, 3).sum(-1).neg().exp()
+    evidence = (prior * likelihood).sum(-1)
+    posterior = prior * likelihood / evidence.unsqueeze(-1)
+    kl = (posterior * (posterior / prior).log()).sum(-1)
+    for part, expected in ((loss.total, -evidence.log()), (loss.kl, kl), (loss.reconstruction, -evidence.log() - kl)):
+        torch.testing.assert_close(part.double(), (expected * masks.weight).sum(-1), atol=1e-4, rtol=1e-4)
+
+
+@both_forms
+@torch.no_grad()
+def test_a_block_without_targets_costs_nothing_under_codes_either(whole):
+    model = strong_model(4, 2, 5, CODES["bilinear"])
+    x0, fixed = random_tokens(6, 4), torch.tensor([True, True, False, False])
+    masks = draw_steps(x0, 2, (2,), whole=whole, fixed=fixed, generator=torch.Generator().manual_seed(0))
+    loss = code_objective(model.codes, x0, masks, 5)
+    second_alone = masks._replace(weight=masks.weight * torch.tensor([0.0, 1.0]))
+    assert (loss.total > 0).all()
+    for a, b in zip(loss, code_objective(model.codes, x0, second_alone, 5), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_forward_of_a_model_with_codes_is_their_objective():
+    model = strong_model(4, 2, 5, CODES["additive"])
+    x0 = random_tokens(4, 4)
+    masks = draw_masks(x0, 2)
+    for a, b in zip(model(x0, masks, None), code_objective(model.codes, x0, masks, 5), strict=True):
+        assert torch.equal(a, b)
+
+
+@torch.no_grad()
+def test_the_forward_of_a_model_with_a_learned_prior_uses_it():
+    model = strong_model(4, 2, 5, learned_prior())
+    x0 = random_tokens(4, 4)
+    masks, noise = draw_steps(x0, 2, (1, 2)), torch.randn(3, 4, 2, 2)
+    expected = objective(model.denoise, model.encode, x0, masks, 5, prior=model.gaussian_prior, noise=noise)
+    normal = objective(model.denoise, model.encode, x0, masks, 5, noise=noise)
+    for a, b in zip(model(x0, masks, noise), expected, strict=True):
+        assert torch.equal(a, b)
+    assert not torch.allclose(expected.total, normal.total)

@@ -1,3 +1,4 @@
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ from vmd.config import InvalidInput, RunConfig, override_all
 from vmd.data import law
 from vmd.metrics import accuracy
 from vmd.model import VMD
-from vmd.presets import FOUR_TOKEN, OUR_KL_WEIGHT, TWO_TOKEN, all_presets, paper_kl_weight, preset, synthetic, without_latent
+from vmd.presets import FOUR_TOKEN, OUR_KL_WEIGHT, TWO_TOKEN, all_presets, paper_kl_weight, preset, synthetic
 from vmd.reproduce import PAPER
 from vmd.training import train
 
@@ -25,11 +26,11 @@ def test_a_preset_makes_a_model_of_its_data(name):
     data = law(run.data.name)
     model = VMD(run.model.resolved(data.length, data.vocab_size, data.symbols))
     assert model.config.has_latent is ("mdm" not in name)
-    assert (model.encoder is None) is ("mdm" in name)
+    assert (model.encoder is None) is (model.config.latent.kind != "gaussian")
 
 
 def test_only_the_array_preset_waits_for_data():
-    assert [name for name in PRESETS if name not in WITH_DATA] == ["array"]
+    assert [name for name in PRESETS if name not in WITH_DATA] == ["array", "array-gaussian", "array-mdm"]
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("d") or name.startswith("non")])
@@ -42,7 +43,10 @@ def test_a_name_says_data_and_block_size(name):
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if "-mdm" in name])
 def test_a_baseline_is_its_model_without_the_latent(name):
-    assert preset(name) == without_latent(preset(name.replace("-mdm", "")))
+    whole, plain = preset(name.replace("-mdm", "")), preset(name)
+    assert whole.model.has_latent
+    latent = dataclasses.replace(whole.model.latent, kind="none")
+    assert plain == dataclasses.replace(whole, model=dataclasses.replace(whole.model, latent=latent))
 
 
 @pytest.mark.parametrize("family", ["ours", "paper"])
@@ -80,7 +84,7 @@ def test_our_kl_weights_are_those_of_the_tables():
 
 
 def test_an_unknown_preset_is_refused_with_some_that_are_known():
-    with pytest.raises(InvalidInput, match=r"unknown preset 'pokre'.*array, poker"):
+    with pytest.raises(InvalidInput, match=r"unknown preset 'pokre'.*array, .*poker"):
         preset("pokre")
 
 
@@ -96,15 +100,16 @@ def test_what_the_command_shows_can_be_set(name):
     assert override_all(RunConfig(), shown) == preset(name)
 
 
-def test_the_poker_preset_writes_hands_and_completes_them():
+@pytest.mark.parametrize(("name", "rule", "right"), [("poker", "sample", 99), ("poker-gaussian", "argmax", 90)])
+def test_the_poker_preset_writes_hands_and_completes_them(name, rule, right):
     """The quickstart's promise, with a trained model: two words that agree, and a prompt that is heeded."""
     hands = law("poker")
-    run = preset("poker")
+    run = preset(name)
     model = VMD.for_data(run.model, hands)
     train(model, hands, run)
     seeds = list(range(1_000))
-    assert accuracy(model.sample(1_000, rule="argmax", seeds=seeds).tokens, hands) > 90
+    assert accuracy(model.sample(1_000, rule=rule, seeds=seeds).tokens, hands) > right
     prompt = hands.sequences.repeat(250, 1)
     prompt[:, 1] = -1
-    completed = model.sample(prompt=prompt, rule="argmax", seeds=seeds).tokens
+    completed = model.sample(prompt=prompt, rule=rule, seeds=seeds).tokens
     assert accuracy(completed, hands) > 98

@@ -6,17 +6,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import (
+    CODES,
     NO_LATENT,
     FixedLogits,
     LatentOracle,
     LawOracle,
     chi_square_p,
+    codes,
     conditionals,
     gaps,
     latent,
+    learned_prior,
     random_law,
     random_tokens,
     sequence_counts,
+    strong_model,
     tiny_model,
 )
 from vmd.config import InvalidInput
@@ -542,3 +546,87 @@ def test_prompts_of_other_integer_types_are_completed(dtype, vocab_size):
     prompt[:, 1] = 2
     tokens = model.sample(prompt=prompt.to(dtype), steps=2, seeds=[1, 2, 3]).tokens
     assert torch.equal(tokens.long(), model.sample(prompt=prompt, steps=2, seeds=[1, 2, 3]).tokens)
+
+
+# Latents whose prior heeds what is revealed
+
+
+PRIORS = CODES | {"learned": learned_prior(), "learned-clean": learned_prior(on_clean=True)}
+with_priors = pytest.mark.parametrize("z_config", PRIORS.values(), ids=PRIORS)
+
+
+@with_priors
+@pytest.mark.parametrize(("length", "r"), [(4, 2), (12, 3)])
+@torch.no_grad()
+def test_cached_and_uncached_predictors_draw_the_same_latents_and_give_the_same_logits(z_config, length, r):
+    model, rows = strong_model(length, r, 5, z_config), 4
+    predictors = [model.predictor(rows, cached=cached) for cached in (True, False)]
+    assert type(predictors[0]) is not type(predictors[1])
+    latents = [torch.zeros(model.latent_shape(rows)) for _ in predictors]
+    x0 = random_tokens(rows, length)
+    for block in range(length // r):
+        for revealed in range(r):
+            canvas = x0.clone()
+            canvas[:, block * r + revealed :] = model.mask_id
+            noise = torch.randn(rows, latents[0].shape[-1], generator=seeded(10 * block + revealed))
+            logits = [p.predict(canvas, block, z, noise) for p, z in zip(predictors, latents, strict=True)]
+            torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(*latents, atol=1e-5, rtol=1e-5)
+            prior = model.prior(canvas, canvas)
+            expected = type(prior)(*(part[:, block] for part in prior)).draw(noise)
+            torch.testing.assert_close(latents[0][:, block], expected, atol=1e-5, rtol=1e-5)
+            held = [p.predict(canvas, block, z) for p, z in zip(predictors, latents, strict=True)]  # z as it was drawn
+            torch.testing.assert_close(held, logits)
+        canvas = torch.where(torch.arange(length) < (block + 1) * r, x0, model.mask_id)
+        for predictor, z in zip(predictors, latents, strict=True):
+            predictor.commit(canvas, block, z)
+
+
+@pytest.mark.parametrize(
+    ("name", "z"), [(name, z) for name in PRIORS for z in ("once", "fresh") if (name, z) != ("learned-clean", "fresh")]
+)
+def test_cached_and_uncached_samples_of_learned_priors_are_the_same(name, z):
+    model = strong_model(6, 2, 5, PRIORS[name])
+    prompt = gaps(20, 6)
+    prompt[::2, 3] = prompt[1, :2] = 1  # a row's first block is given: its z is drawn all the same
+    cached, uncached = (
+        model.sample(prompt=prompt, steps=2, order="random", z=z, cache=cache, seeds=range(20)) for cache in (True, False)
+    )
+    assert torch.equal(cached.tokens, uncached.tokens)
+    torch.testing.assert_close(cached.z, uncached.z, atol=1e-4, rtol=1e-4)
+    assert cached.nfe == uncached.nfe == 6
+    assert (cached.cache_passes, uncached.cache_passes) == (2, 0)
+
+
+@with_priors
+def test_a_row_of_learned_priors_is_the_same_in_any_batch(z_config):
+    model = strong_model(6, 2, 5, z_config)
+    prompt = gaps(6, 6)
+    prompt[1, 2:4] = prompt[2, :2] = prompt[3, 0] = prompt[4] = 1
+    whole, alone = (model.sample(prompt=prompt, steps=2, seeds=range(6), batch_size=size) for size in (6, 1))
+    assert torch.equal(whole.tokens, alone.tokens)
+    torch.testing.assert_close(whole.z, alone.z, atol=1e-5, rtol=1e-5)
+
+
+def test_fresh_codes_heed_what_earlier_steps_revealed():
+    """Drawn fresh, the last code follows the prior of the canvas before the last step."""
+    model = strong_model(2, 2, 2, codes())
+    samples = model.sample(8_000, steps=2, order="random", z="fresh", trace=True, generator=seeded())
+    canvases, which = samples.trace[0].canvas.unique(dim=0, return_inverse=True)
+    assert len(canvases) == 4  # either position, either token
+    with torch.no_grad():
+        prior = model.prior(canvases, canvases).log_probs[:, 0].exp()
+    for i in range(4):
+        assert chi_square_p(torch.bincount(samples.z[which == i].flatten().long(), minlength=4), prior[i]) > 1e-4
+    assert float((prior - prior[:1]).abs().max()) > 0.02  # the test has power
+
+
+def test_latents_of_a_learned_prior_are_drawn_from_it():
+    model = strong_model(2, 2, 5, learned_prior())
+    z = model.sample(4_000, generator=seeded()).z[:, 0]
+    with torch.no_grad():
+        mean, log_std = (part[0, 0] for part in model.gaussian_prior(torch.full((1, 2), 5), torch.zeros(1, 2).long()))
+    standard = (z - mean) / log_std.exp()
+    assert float(mean.abs().max()) > 0.1  # not the standard normal one
+    assert (standard.mean(0).abs() < 4 / 4_000**0.5).all()
+    assert ((standard.var(0) - 1).abs() < 4 * (2 / 4_000) ** 0.5).all()

@@ -8,20 +8,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import NO_LATENT, latent, random_tokens, tiny_config, tiny_model
+from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, tiny_config, tiny_model
 from vmd.checkpoints import KEPT, checkpoint_files
 from vmd.config import DataConfig, InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig, override_all
 from vmd.data import ArrayData
 from vmd.data.synthetic import d1, deterministic
+from vmd.ensemble import Ensemble
+from vmd.likelihood import nll_bound
 from vmd.metrics import accuracy
 from vmd.model import VMD
 from vmd.training import (
+    Batch,
     TrainingDiverged,
     clip_gradients,
     draw_batch,
     kl_warmup,
     learning_rate,
     make_optimizer,
+    mean_loss,
     step_seed,
     train,
 )
@@ -503,3 +507,120 @@ def test_data_that_do_not_fit_the_model_are_refused(source):
     config = run_config()
     with pytest.raises(InvalidInput):
         train(model_for(config), source, config)
+
+
+# Objectives of samplers, codes, and learned priors
+
+
+NEW_SETTINGS = {
+    "codes": (codes(), ()),
+    "codes-layer": (codes(head="additive", layers=1, code_chunk=3), ("objective.masking=times",)),
+    "codes-fresh": (codes(head="additive"), ("objective.masking=steps", "objective.steps={steps}")),
+    "codes-once": (codes(layers=1), ("objective.masking=steps", "objective.steps={steps}", "objective.z=once")),
+    "none-steps": (NO_LATENT, ("objective.masking=steps", "objective.steps={steps}")),
+    "learned": (learned_prior(), ()),
+    "learned-fresh": (learned_prior(), ("objective.masking=steps", "objective.steps={steps}", "objective.samples=3")),
+    "learned-once": (
+        learned_prior("doubled"),
+        ("objective.masking=steps", "objective.steps={steps}", "objective.z=once", "objective.samples=3"),
+    ),
+    "clean-once": (latent(on_clean=True), ("objective.masking=steps", "objective.steps={steps}", "objective.z=once")),
+}
+
+
+def new_config(name: str, r: int, *more: str) -> RunConfig:
+    z_config, settings = NEW_SETTINGS[name]
+    choices = ",".join(str(n) for n in (1, 2, 4) if n <= r)
+    config = run_config(*(setting.format(steps=choices) for setting in settings), *more)
+    return dataclasses.replace(config, model=tiny_config(4, r, z=z_config))
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+@pytest.mark.parametrize("name", NEW_SETTINGS)
+def test_codes_learned_priors_and_objectives_of_samplers_train_sample_and_are_scored(r, name):
+    config = new_config(name, r, "training.steps=3")
+    model = model_for(config)
+    log = train(model, data(), config)
+    assert all(math.isfinite(record["total"]) and record["gradient_norm"] > 0 for record in log)
+    for record in log:  # the parts add up, at KL weight 1
+        assert math.isclose(record["total"], record["reconstruction"] + record["kl"], rel_tol=1e-4, abs_tol=1e-5)
+    assert not equal_weights(model, model_for(config))
+    samples = model.sample(5, steps=r, generator=torch.Generator().manual_seed(0))
+    assert ((samples.tokens >= 0) & (samples.tokens < 5)).all()
+    assert samples.nfe == 4
+    bound = nll_bound(model, random_tokens(5, 4), r, z="once", samples=2)
+    assert bound.isfinite().all()
+    assert (bound > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "mask_shape", "noise_shape"),
+    [
+        ("codes", (8, 4), None),
+        ("codes-fresh", (8, 4), None),
+        ("codes-once", (8, 2, 4), None),
+        ("none-steps", (8, 4), None),
+        ("learned", (8, 4), (8, 2, 2)),
+        ("learned-fresh", (8, 4), (3, 8, 2, 2)),
+        ("learned-once", (8, 2, 4), (3, 8, 2, 2)),
+    ],
+)
+def test_a_batch_has_all_steps_of_one_z_and_noise_for_every_sample(name, mask_shape, noise_shape):
+    config = new_config(name, 2)
+    batch = draw_batch(model_for(config), data(), config.objective, 0, 8, None, torch.Generator().manual_seed(0))
+    assert batch.masks.mask.shape == batch.masks.target.shape == mask_shape
+    assert batch.masks.weight.shape == (8, 2)
+    assert (None if batch.noise is None else tuple(batch.noise.shape)) == noise_shape
+
+
+def test_objectives_that_do_not_fit_the_model_are_refused_before_training():
+    for settings in (("objective.masking=steps", "objective.steps=3"), ("objective.kl_weight=0.5",)):
+        config = dataclasses.replace(run_config(*settings), model=tiny_config(4, 2, z=codes()))
+        with pytest.raises(InvalidInput, match=settings[-1].split("=")[0]):
+            train(model_for(config), data(), config)
+
+
+@pytest.mark.parametrize("name", ["codes-once", "learned-once"])
+def test_new_settings_resume_bit_for_bit(out, name):
+    config = new_config(name, 2)
+    whole = model_for(config)
+    train(whole, data(), config)
+    with pytest.raises(Interrupted):
+        train(model_for(config), data(), config, out=out, on_step=interrupt_at(4))
+    resumed = model_for(config, seed=5)
+    train(resumed, data(), config, out=out, resume=True)
+    assert equal_weights(resumed, whole)
+
+
+class StackedData:
+    """The same rows for every member of an ensemble."""
+
+    length, vocab_size, symbols = 4, 5, ()
+
+    def __init__(self, members: int):
+        self.members = members
+
+    def batch(self, step, size, *, generator=None, device=None):
+        return random_tokens(self.members * size, 4, seed=step).view(self.members, size, 4)
+
+
+@pytest.mark.parametrize("r", [4, 2])
+@pytest.mark.parametrize("name", ["codes", "codes-fresh", "codes-once", "learned-fresh", "learned-once"])
+def test_members_of_an_ensemble_have_the_losses_and_gradients_they_have_alone(r, name):
+    config = new_config(name, r)
+    models = [model_for(config, seed) for seed in range(3)]
+    ensemble, weights = Ensemble(models), torch.ones(3)
+    batch = draw_batch(ensemble, StackedData(3), config.objective, 0, 6, None, torch.Generator().manual_seed(0))
+    together = mean_loss(ensemble, batch, weights, 0.0)
+    together.total.sum().backward()
+    stacked = dict(zip(ensemble.names, ensemble.weights, strict=True))
+    for index, model in enumerate(models):
+        masks = type(batch.masks)(*(part[index] for part in batch.masks))
+        own = Batch(batch.x0[index], masks, None if batch.noise is None else batch.noise[index])
+        alone = mean_loss(model, own, weights[index], 0.0)
+        alone.total.backward()
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[index], b, atol=1e-5, rtol=1e-5)
+        for key, parameter in model.named_parameters():
+            torch.testing.assert_close(stacked[key].grad[index], parameter.grad, atol=1e-5, rtol=1e-4)
+    assert float(together.total.detach().std()) > 1e-4  # members differ

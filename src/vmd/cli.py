@@ -1,6 +1,7 @@
 """The `vmd` command. Nothing here imports torch until a command needs it."""
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd t
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="two-token or four-token.")],
+    name: Annotated[str, typer.Argument(help="two-token, four-token or ablations.")],
     quick: Annotated[bool, typer.Option("--quick", help="The same code on a budget for two CPU cores.")] = False,
     preset: Annotated[str, typer.Option(help="ours, or the settings of the paper.")] = "ours",
     seeds: Annotated[
@@ -69,9 +70,12 @@ def reproduce(
         overrides=settings or [],
         resume=resume,
     )
-    print_table(*summary_table(results), title=f"{name}: accuracy and KL(data || samples), nats")
+    ablations = name == "ablations"
+    shown = "certified bits per token" if ablations else "accuracy and KL(data || samples), nats"
+    print_table(*summary_table(results), title=f"{name}: {shown}")
     pictures = draw_figures(folder)
-    say(f"KL in nats; printed: the paper's figures; every row and its setting: {folder / 'table.md'}")
+    about = "N: steps per block, z fresh" if ablations else "KL in nats; printed: the paper's figures"
+    say(f"{about}; every row and its setting: {folder / 'table.md'}")
     for picture in pictures:
         say(f"picture: {picture}")
 
@@ -118,6 +122,7 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
 
     from vmd.data import load_data
     from vmd.data.arrays import parse_positions
+    from vmd.diagnostics import advice
     from vmd.files import make_folder
     from vmd.model import VMD
     from vmd.progress import progress_bar
@@ -143,7 +148,10 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
             text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
             update(done, text)
 
-        train(model, data, run, out=folder, resume=resume, on_step=on_step)
+        log = train(model, data, run, out=folder, resume=resume, on_step=on_step)
+    warning = advice(log[-1].get("latent_information"), run.model.latent.kind) if log else None
+    if warning is not None:
+        say(f"warning: {warning}")
     say(f"model: {folder}")
 
 
@@ -154,7 +162,8 @@ def sample(
     steps: Annotated[int, typer.Option(help="Steps per block.")] = 1,
     order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "prob",
     rule: Annotated[
-        str | None, typer.Option(help="argmax (the paper's) or sample. [default: argmax with a latent, else sample]")
+        str | None,
+        typer.Option(help="argmax (the paper's) or sample. [default: argmax with a Gaussian latent, else sample]"),
     ] = None,
     temperature: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
@@ -176,8 +185,9 @@ def sample(
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
     loaded = VMD.from_pretrained(model, device=pick_device(device))
     config = loaded.config
-    rule = rule or ("argmax" if config.has_latent else "sample")
-    if prompt is not None and config.has_latent and not config.latent.encoder_sees_mask:
+    rule = rule or ("argmax" if config.latent.kind == "gaussian" else "sample")
+    deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
+    if prompt is not None and deaf:
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
     row = [-1] * config.length if prompt is None else parse_prompt(prompt, config.length, config.vocab_size, config.symbols)
     if out is not None:
@@ -201,7 +211,7 @@ def sample(
     for tokens in drawn.tokens.tolist():
         print(show(tokens, config.symbols, config.vocab_size))
     say(
-        f"n {n}, rule {rule}, order {order}, {steps} steps per block, NFE {drawn.nfe}"
+        f"n {n}, rule {rule}, order {order}, {steps} step{'s' if steps > 1 else ''} per block, NFE {drawn.nfe}"
         + (f", {drawn.cache_passes} passes to fill the cache" if drawn.cache_passes else "")
         + (f", z {z}" if config.has_latent else "")
     )
@@ -212,40 +222,94 @@ def evaluate(
     model: Model,
     data: Annotated[str, typer.Option(help="A named data set or an .npy array of integers.")],
     steps: Annotated[str, typer.Option(help="Steps per block, as in 1,2.")] = "1",
-    order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "prob",
+    order: Annotated[str, typer.Option(help="Of samples: random, prob, margin or entropy. Bounds are for random.")] = "prob",
     z: Annotated[str, typer.Option(help="once or fresh.")] = "once",
-    n: Annotated[int, typer.Option("-n", "--n", help="Samples drawn, and rows scored.")] = 20_000,
+    iwae: Annotated[str, typer.Option(help="Samples of z in the bounds of a Gaussian latent, as in 1,16.")] = "1,16",
+    n: Annotated[int, typer.Option("-n", "--n", help="Samples drawn, and rows scored by the objective.")] = 20_000,
+    rows: Annotated[int, typer.Option(help="Rows scored by the certified bounds.")] = 2_000,
     fixed: Annotated[str, typer.Option(help="Positions always given, as in training's data.fixed.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of masks and samples.")] = 0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write the rows as JSON.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Also write the rows as JSON, and a plot beside it.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where the plot goes, a .png. [default: beside the JSON]")] = None,
     device: Device = "auto",
 ) -> None:
-    """Score a model: the objective on data and, where the law of the data is known, accuracy and KL of samples."""
+    """Score a model: certified bits per token for each number of steps, the objective, what the latent carries, and, where
+    the law of the data is known, accuracy and KL of samples."""
     from vmd.data import load_data
-    from vmd.evaluation import evaluate_model
+    from vmd.data.synthetic import Law
+    from vmd.diagnostics import advice
+    from vmd.diagnostics import describe as describe_latent
+    from vmd.evaluation import diagnose_model, evaluate_model
     from vmd.files import write_atomically
     from vmd.model import VMD
+    from vmd.progress import progress_bar
     from vmd.tables import print_table
 
     require(n >= 2, f"--n {n}: expected at least 2")
+    require(rows >= 2, f"--rows {rows}: expected at least 2")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
-    counts = []
-    for part in steps.split(","):
-        require(part.strip().isdecimal(), f"--steps {steps!r}: expected counts such as 1,2,4")
-        counts.append(int(part))
+    counts, draws = parse_counts("--steps", steps), parse_counts("--iwae", iwae)
     if json_out is not None:
         require(json_out.parent.is_dir(), f"--json {json_out}: no such folder {json_out.parent}")
+        plot = plot or json_out.with_suffix(".png")
+    if plot is not None:
+        from vmd.figures import pyplot
+
+        require(plot.suffix == ".png", f"--plot {plot}: expected a path ending in .png")
+        require(plot.parent.is_dir(), f"--plot {plot}: no such folder {plot.parent}")
+        pyplot()
     loaded = VMD.from_pretrained(model, device=pick_device(device))
-    rows = evaluate_model(loaded, load_data(data), counts, order=order, z=z, n=n, seed=seed, fixed=fixed)
+    loaded_data = load_data(data)
+    with progress_bar(f"vmd evaluate {model}, percent", 100) as update:
+        scores = evaluate_model(
+            loaded,
+            loaded_data,
+            counts,
+            order=order,
+            z=z,
+            iwae=draws,
+            n=n,
+            rows_scored=rows,
+            seed=seed,
+            fixed=fixed,
+            on_part=lambda done, total: update(100 * done // total, f"part {min(done + 1, total)} of {total}"),
+        )
+    carried = diagnose_model(loaded, loaded_data, seed, fixed)
+    entropy = loaded_data.entropy / (loaded_data.length * math.log(2)) if isinstance(loaded_data, Law) else None
     headers = ["metric", "value", "setting"]
     lines = [
         [row["metric"], f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"), row["about"]]
-        for row in rows
+        for row in scores
     ]
+    if entropy is not None and not fixed:
+        lines.insert(0, ["entropy of the data, bits per token", f"{entropy:.4f}", "no certified figure can be below it"])
     print_table(headers, lines)
+    if carried is not None:
+        kind = loaded.config.latent.kind
+        say(describe_latent(carried, kind))
+        warning = advice(carried.information, kind)
+        if warning is not None:
+            say(f"warning: {warning}")
     if json_out is not None:
         command = shlex.join(["vmd", *sys.argv[1:]])
-        write_atomically(json_out, json.dumps({"command": command, "data": data, "rows": rows}, indent=1))
+        latent = None if carried is None else carried._asdict()
+        record = {"command": command, "data": data, "entropy": entropy, "rows": scores, "latent": latent}
+        write_atomically(json_out, json.dumps(record, indent=1))
+    if plot is not None:
+        from vmd.figures import draw_scores
+
+        draw_scores(scores, entropy if not fixed else None, carried, loaded.config.latent.kind, plot)
+        say(f"picture: {plot}")
+
+
+def parse_counts(option: str, text: str) -> list[int]:
+    counts = []
+    for part in text.split(","):
+        require(part.strip().isdecimal() and int(part) >= 1, f"{option} {text!r}: expected counts such as 1,2,4")
+        counts.append(int(part))
+    return counts
 
 
 @app.command()
@@ -256,7 +320,12 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
     if name is None:
         for key, run in all_presets().items():
             model = run.model
-            latent = f"latent {model.latent.dim}" if model.has_latent else "no latent"
+            kinds = {
+                "gaussian": f"latent {model.latent.dim}",
+                "categorical": f"{model.latent.codes} codes",
+                "none": "no latent",
+            }
+            latent = kinds[model.latent.kind]
             block = f"block {model.block_size}" if model.block_size else "one block"
             size = f"{model.layers} x {model.width}"
             training = f"{run.training.steps} steps of {run.training.batch_size}"

@@ -204,6 +204,7 @@ class TrainingConfig:
     ema: float = 0.0  # decay of the averaged weights that are evaluated and saved; 0: the raw weights
     precision: Literal["float32", "tf32", "bf16"] = "float32"  # tf32 matrix products, bf16 autocast: CUDA only
     compile: bool = False
+    capture: bool = False  # record the whole step as one CUDA graph and replay it: small models no longer wait for launches
     seed: int = 0
     log_every: int = 50
     checkpoint_every: int = 500

@@ -1,6 +1,8 @@
-"""Scores of one model: its objective on data, and its samples where the law of the data is known."""
+"""Scores of one model: certified bits per token, its objective, and its samples where the law of the data is known."""
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,10 +10,15 @@ from torch import Tensor
 from vmd.config import require
 from vmd.data import ArrayData, Law
 from vmd.data.arrays import parse_positions
+from vmd.diagnostics import Diagnostics, diagnose
+from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
 from vmd.sampling import RULES, check_settings
+
+CERTIFIED = "certified bits per token"
+CHUNK = {"cuda": 65_536, "cpu": 4_096}  # rows of a network pass; fewer with codes, whose scores multiply a row
 
 
 @torch.no_grad()
@@ -22,56 +29,132 @@ def evaluate_model(
     *,
     order: str = "prob",
     z: str = "once",
+    iwae: Sequence[int] = (1,),
     n: int = 20_000,
+    rows_scored: int = 2_000,
     seed: int = 0,
     fixed: str = "",
+    on_part: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict]:
-    """Rows of {metric, value, stderr, about}. A bound is called a bound, a surrogate a surrogate."""
+    """Rows of {metric, value, stderr, about}. A bound is called a bound, a surrogate a surrogate.
+
+    `on_part(done, total)` is called after each part.
+    """
     config = model.config
     require(data.length == config.length, f"data of length {data.length}: expected {config.length}, the model's")
     require(
         data.vocab_size <= config.vocab_size,
         f"token id {data.vocab_size - 1} in the data: expected 0 to {config.vocab_size - 1}, the model's vocabulary",
     )
+    draws_of_z = sorted(set(iwae)) if config.latent.kind == "gaussian" else [1]
     for count in steps:
         check_settings(config, count, order, "sample", z, 1.0, 1.0)
+        for samples in draws_of_z:
+            check(config, count, z, samples)
     given = parse_positions(fixed, config.length)
-    rows = objective_rows(model, data, n, seed, given)
-    if not isinstance(data, Law):
-        return rows
-    generator = torch.Generator(model.device)
+    parts: list[Callable[[], list[dict]]] = []
     for count in steps:
-        for rule in RULES:
-            generator.manual_seed(seed)
-            prompt = torch.full((n, config.length), -1)
-            if given is not None:  # what is given is true
-                prompt = torch.where(given, data.draw(n, generator=torch.Generator().manual_seed(seed)), prompt)
-            drawn = model.sample(prompt=prompt, steps=count, order=order, rule=rule, z=z, generator=generator)
-            about = f"rule {rule}, order {order}, {count} steps per block, NFE {drawn.nfe}, n {n}"
-            about += f", z {z}" if config.has_latent else ""
-            if data.constrains:
-                rows.append(row("accuracy, %", accuracy(drawn.tokens, data), None, about))
-            rows.append(row("KL(data || samples), nats", kl_to(data, empirical(drawn.tokens, data)), None, about))
-        if count == 1 and given is None:
-            exact = kl_to(data, one_step_probabilities(model, data.sequences, n, generator=generator))
-            about = f"rule sample, 1 step per block, {n} latents" if config.has_latent else "rule sample, 1 step per block"
-            rows.append(row("KL(data || model), nats, by integration over z", exact, None, about))
+        for samples in draws_of_z:
+            parts.append(partial(certified_row, model, data, count, z, samples, rows_scored, seed, given))
+        if order != "random" and not config.has_latent and given is None:
+            parts.append(partial(confidence_row, model, data, count, order, rows_scored, seed))
+    parts.append(partial(objective_rows, model, data, n, seed, given))
+    if isinstance(data, Law):
+        for count in steps:
+            parts.append(partial(sample_rows, model, data, count, order, z, n, seed, given))
+    rows: list[dict] = []
+    for done, part in enumerate(parts):
+        on_part(done, len(parts))
+        rows += part()
+    on_part(len(parts), len(parts))
+    return rows
+
+
+def draw_rows(data: Law | ArrayData, n: int, seed: int, device: torch.device) -> Tensor:
+    """Rows of the data: draws of a law, or different rows of an array."""
+    if isinstance(data, Law):
+        return data.draw(n, generator=torch.Generator(device).manual_seed(seed), device=device)
+    chosen = torch.randperm(len(data.tokens), generator=torch.Generator().manual_seed(seed))[:n]
+    return torch.from_numpy(data.tokens[chosen.sort().values.numpy()].astype("int64")).to(device)
+
+
+def scored_bits(
+    model: VMD, data: Law | ArrayData, score: Callable[[Tensor], Tensor], rows_scored: int, seed: int, given: Tensor | None
+) -> tuple[Bits, str]:
+    """The mean over the data of score(x0): by enumerating a law, else over random rows."""
+    if isinstance(data, Law) and given is None:
+        draws = max(2, rows_scored // len(data.sequences))
+        return law_bits(model, data, score, draws), f"all {len(data.sequences)} sequences of the law, {draws} draws each"
+    x0 = draw_rows(data, rows_scored, seed, model.device)
+    tokens = data.length - (0 if given is None else int(given.sum()))
+    return in_bits(score(x0), tokens), f"{len(x0)} rows"
+
+
+def certified_row(
+    model: VMD, data: Law | ArrayData, steps: int, z: str, samples: int, rows_scored: int, seed: int, given: Tensor | None
+) -> list[dict]:
+    """An upper bound on the bits of the sampler of that many steps in random order."""
+    config = model.config
+    generator = torch.Generator(model.device).manual_seed(seed)
+    chunk = CHUNK[model.device.type] // (16 if config.latent.kind == "categorical" else 1)
+    fixed = None if given is None else given.to(model.device)
+
+    def score(x0: Tensor) -> Tensor:
+        return nll_bound(model, x0, steps, z=z, samples=samples, fixed=fixed, generator=generator, chunk=chunk)
+
+    bits, over = scored_bits(model, data, score, rows_scored, seed, given)
+    about = f"{per_block(steps)}, NFE {steps * config.blocks}, random order, rule sample"
+    if config.has_latent:
+        about += f", z {z}"
+        about += ", summed over codes" if config.latent.kind == "categorical" else f", IWAE {samples}"
+    found = row(CERTIFIED, bits.value, bits.stderr, f"{about}; {over}")
+    return [found | {"steps": steps, "order": "random", "z": z if config.has_latent else "none", "iwae": samples}]
+
+
+def confidence_row(model: VMD, data: Law | ArrayData, steps: int, order: str, rows_scored: int, seed: int) -> list[dict]:
+    """Without z the order is a function of the tokens, and the likelihood of confidence orders is exact."""
+    chunk = CHUNK[model.device.type]
+    bits, over = scored_bits(
+        model, data, lambda x0: confidence_order_nll(model, x0, steps, order, chunk=chunk), rows_scored, seed, None
+    )
+    about = f"{per_block(steps)}, NFE {steps * model.config.blocks}, order {order}, rule sample, exact; {over}"
+    return [row(CERTIFIED, bits.value, bits.stderr, about) | {"steps": steps, "order": order, "z": "none", "iwae": 1}]
+
+
+def sample_rows(
+    model: VMD, data: Law, steps: int, order: str, z: str, n: int, seed: int, given: Tensor | None
+) -> list[dict]:
+    """Accuracy and KL of samples by both token rules, and the exact KL in one step."""
+    config, rows = model.config, []
+    generator = torch.Generator(model.device)
+    for rule in RULES:
+        generator.manual_seed(seed)
+        prompt = torch.full((n, config.length), -1)
+        if given is not None:  # what is given is true
+            prompt = torch.where(given, data.draw(n, generator=torch.Generator().manual_seed(seed)), prompt)
+        drawn = model.sample(prompt=prompt, steps=steps, order=order, rule=rule, z=z, generator=generator)
+        about = f"rule {rule}, order {order}, {per_block(steps)}, NFE {drawn.nfe}, n {n}"
+        about += f", z {z}" if config.has_latent else ""
+        if data.constrains:
+            rows.append(row("accuracy, %", accuracy(drawn.tokens, data), None, about))
+        rows.append(row("KL(data || samples), nats", kl_to(data, empirical(drawn.tokens, data)), None, about))
+    if steps == 1 and given is None:
+        exact = kl_to(data, one_step_probabilities(model, data.sequences, n, generator=generator))
+        over = {"gaussian": f", {n} latents", "categorical": ", summed over codes", "none": ""}[config.latent.kind]
+        name = "KL(data || model), nats, by integration over z"
+        rows.append(row(name, exact, None, f"rule sample, 1 step per block{over}"))
     return rows
 
 
 def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
-    """The objective in bits per maskable token, on n random rows with fresh masks."""
+    """The paper's objective in bits per maskable token, on n random rows with fresh masks."""
     config, device = model.config, model.device
     generator = torch.Generator(device).manual_seed(seed)
-    if isinstance(data, Law):
-        x0 = data.draw(n, generator=generator, device=device)
-    else:
-        chosen = torch.randperm(len(data.tokens), generator=torch.Generator().manual_seed(seed))[:n]
-        x0 = torch.from_numpy(data.tokens[chosen.sort().values.numpy()].astype("int64")).to(device)
+    x0 = draw_rows(data, n, seed, device)
     fixed = None if fixed is None else fixed.to(device)
     maskable = config.length - (0 if fixed is None else int(fixed.sum()))
     parts: dict[str, list[Tensor]] = {"total": [], "reconstruction": [], "kl": []}
-    for chunk in x0.split(8_192):
+    for chunk in x0.split(8_192 // (16 if config.latent.kind == "categorical" else 1)):
         masks = draw_masks(chunk, config.block_size, fixed=fixed, generator=generator)
         shape = model.latent_shape(len(chunk))
         noise = None if shape is None else torch.randn(shape, generator=generator, device=device)
@@ -88,6 +171,18 @@ def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: 
         stderr = float(values.std() / len(values) ** 0.5) if len(values) > 1 else None
         rows.append(row(label, float(values.mean()), stderr, about))
     return rows
+
+
+def diagnose_model(model: VMD, data: Law | ArrayData, seed: int = 0, fixed: str = "", rows: int = 512) -> Diagnostics | None:
+    """What the latent carries, on some rows of the data."""
+    given = parse_positions(fixed, model.config.length)
+    given = None if given is None else given.to(model.device)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    return diagnose(model, draw_rows(data, rows, seed, model.device), fixed=given, generator=generator)
+
+
+def per_block(steps: int) -> str:
+    return f"{steps} step{'s' if steps > 1 else ''} per block"
 
 
 def row(metric: str, value: float, stderr: float | None, about: str) -> dict:

@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from vmd.config import InvalidInput
 from vmd.report import read_results
-from vmd.tables import data_name, find, sorted_places
+from vmd.tables import best_bits, data_name, find, sorted_places
 
 INK, GRID = "#222222", "#dddddd"
+SHADES = ("#1f5fa8", "#e8a33d", "#7a4fa3", "#c0504d", "#5b8c5a")
 COLOURS = {"MDM": "#b0b0b0", "VMD, printed": "#e8a33d", "VMD argmax": "#1f5fa8", "VMD sample": "#7fb2e5"}
 
 
@@ -32,6 +34,8 @@ def draw_figures(folder: Path) -> list[Path]:
         made += [draw_heatmaps(data, tables, results, folder / f"heatmap-{data}.png") for data, tables in heatmaps.items()]
     if results["name"] == "four-token":
         made.append(draw_bars(results, folder / "four-token.png"))
+    if results["name"] == "ablations":
+        made.append(draw_bits(results, folder / "bits.png"))
     return made
 
 
@@ -56,6 +60,99 @@ def draw_heatmaps(data: str, tables: dict, results: dict, path: Path) -> Path:
     axes[0].set_ylabel("first token")
     figure.colorbar(image, ax=axes, shrink=0.85, label="probability")
     figure.suptitle(f"{data_name(data)}: both tokens in one step", fontsize=11)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+LATENT_COLOURS = {
+    "no z": "#8c8c8c",
+    "Gaussian": "#e8a33d",
+    "Gaussian, learned prior": "#c0504d",
+    "Gaussian, importance-weighted": "#7a4fa3",
+    "categorical": "#1f5fa8",
+}
+
+
+def draw_bits(results: dict, path: Path) -> Path:
+    """Certified bits per token against steps per block: one panel for each data set, one line for each latent."""
+    plt = pyplot()
+    rows = results["rows"]
+    data = list(results["entropy"])
+    columns = min(4, len(data))
+    lines = -(-len(data) // columns)
+    size = (3.1 * columns + 0.4, 2.7 * lines + 0.8)
+    figure, axes = plt.subplots(lines, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis, name in zip(axes.flat, data, strict=False):
+        block = next(row["setting"]["block"] for row in rows if row["setting"]["data"] == name)
+        counts = sorted({1, 2, block})
+        for system, colour in LATENT_COLOURS.items():
+            points = []
+            for steps in counts:
+                z = "fresh" if steps > 1 and system != "no z" else "once"
+                here = {"system": system, "objective": "N-step bound, z fresh", "data": name, "steps": steps, "z": z}
+                row = best_bits(rows, **here)
+                if row is not None:
+                    points.append((steps, row["value"], row["stderr"] or 0.0))
+            if points:
+                x, y, error = zip(*points, strict=True)
+                axis.errorbar(x, y, error, color=colour, marker="o", markersize=4, linewidth=1.6, label=system)
+        surrogate = find(rows, system="categorical", metric="surrogate", data=name)
+        if surrogate is not None:
+            axis.plot([1], [surrogate["value"]], "x", color=INK, label="categorical, surrogate: not a bound")
+        axis.axhline(results["entropy"][name], color=INK, linestyle="--", linewidth=1, label="entropy of the data")
+        axis.set_title(data_name(name))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.minorticks_off()
+        axis.grid(axis="y", color=GRID)
+    for axis in axes.flat[len(data) :]:
+        axis.set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("steps per block")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("bits per token")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, ncols=min(4, len(labels)), loc="outside upper center")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def draw_scores(rows: list[dict], entropy: float | None, carried: Any, kind: str, path: Path) -> Path:
+    """Certified bits against steps per block, and what the latent carries beside it."""
+    plt = pyplot()
+    panels = 1 if carried is None else 2
+    figure, axes = plt.subplots(1, panels, figsize=(4.6 * panels, 3.4), layout="constrained", squeeze=False)
+    axis = axes[0, 0]
+    curves: dict[str, list] = {}
+    for row in rows:
+        if "steps" in row:
+            iwae = f", IWAE {row['iwae']}" if kind == "gaussian" else ""
+            curves.setdefault(f"order {row['order']}{iwae}", []).append((row["steps"], row["value"], row["stderr"] or 0.0))
+    for number, (name, points) in enumerate(curves.items()):
+        x, y, error = zip(*sorted(points), strict=True)
+        axis.errorbar(x, y, error, marker="o", markersize=4, label=name, color=SHADES[number % len(SHADES)])
+    if entropy is not None:
+        axis.axhline(entropy, color=INK, linestyle="--", linewidth=1, label="entropy of the data")
+    ticks = sorted({row["steps"] for row in rows if "steps" in row})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel("steps per block")
+    axis.set_ylabel("certified bits per token")
+    axis.set_ylim(bottom=0)
+    axis.grid(axis="y", color=GRID)
+    axis.legend(frameon=False)
+    if carried is not None:
+        axis = axes[0, 1]
+        spread = sorted(carried.spread, reverse=True)
+        codes = kind == "categorical"
+        axis.bar(range(1, len(spread) + 1), spread, width=1.0, color=SHADES[0])
+        axis.set_xlabel("codes, by use" if codes else "dimensions of z, by KL")
+        axis.set_ylabel("share of blocks" if codes else "KL, nats per block")
+        what = "codes used" if codes else "dimensions active"
+        axis.set_title(f"{carried.active} of {carried.size} {what}, I(x; z) = {carried.information:.2f} nats", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return path

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vmd.data.synthetic import Law
+from vmd.likelihood import nll_bound
 from vmd.model import VMD
 
 FLOOR = 1e-8  # probability given to a sequence that was never drawn
@@ -50,10 +51,12 @@ def one_step_probabilities(
 
     For samples of one step per block, z drawn once. One block: p(x) = E_z prod_i p(x_i | [MASK].., z). Several blocks: the
     product over blocks of such means given the true prefix; where z^{<b} reaches block b through the clean stream, the mean
-    over joint draws of the product. Exact without a latent.
+    over joint draws of the product. Exact without a latent, and with codes, which are summed.
     """
     config, device = model.config, model.device
     sequences = sequences.to(device)
+    if config.latent.kind == "categorical":
+        return nll_bound(model, sequences, 1, chunk=chunk // 16).neg().exp().cpu()
     length, r, blocks = config.length, config.block_size, config.blocks
     # The predictions for a sequence depend on its tokens before the last block only: one pass for each such prefix.
     prefixes, which = sequences[:, : length - r].unique(dim=0, return_inverse=True) if blocks > 1 else (None, None)
@@ -68,8 +71,10 @@ def one_step_probabilities(
         size = min(per_pass, draws - start)
         rows = x0.repeat(size, 1)
         shape = model.latent_shape(len(rows))
-        z = None if shape is None else torch.randn(shape, generator=generator, device=device)
-        logits = model.denoise(torch.full_like(rows, model.mask_id), rows, z)
+        xt, z = torch.full_like(rows, model.mask_id), None
+        if shape is not None:
+            z = model.gaussian_prior(xt, rows).draw(torch.randn(shape, generator=generator, device=device))
+        logits = model.denoise(xt, rows, z)
         log_p = logits.double().log_softmax(-1).unflatten(0, (size, -1))  # (size, U, L, V)
         tokens = torch.stack([log_p[:, which, i, sequences[:, i]] for i in range(length)], dim=-1)  # (size, S, L)
         per_block = tokens.unflatten(-1, (blocks, r)).sum(-1)

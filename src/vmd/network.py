@@ -165,9 +165,17 @@ class CodePathway(nn.Module):
             self.code_shift = nn.Embedding(codes, rank)
         else:
             self.code_table = nn.Embedding(codes, c.block_size * c.vocab_size)
+            self.shape = (c.block_size, c.vocab_size)
         if c.latent.code_layers:
             self.code = nn.Embedding(codes, width)
             self.scale = nn.Parameter(torch.ones(()))
+
+    def tables(self, code: Tensor) -> Tensor:
+        """(...,) codes -> (..., r, V), softly limited so that no normaliser underflows."""
+        return TABLE_LIMIT * torch.tanh(self.code_table(code).unflatten(-1, self.shape) / TABLE_LIMIT)
+
+
+TABLE_LIMIT = 20.0
 
 
 class CodeFeatures(NamedTuple):
@@ -313,10 +321,8 @@ class Decoder(nn.Module):
         """Logits (B, L, V) under one chosen code (B, C) for each block."""
         pathway = self.code_pathway
         h = self.last_layers(features, code)  # (B, L, D)
-        per_block = h.shape[1] // code.shape[1]
         if self.config.latent.head == "additive":
-            tables = pathway.code_table(code).unflatten(-1, (per_block, -1)).flatten(1, 2)  # (B, L, V)
-            return self.head(h) + tables
+            return self.head(h) + pathway.tables(code).flatten(1, 2)  # (B, L, V)
         shift, scale = pathway.code_shift(code), pathway.code_scale(code) - 1  # (B, C, R)
         return self.head(h) + pathway.out(modulate(pathway.project(h), shift, scale))
 
@@ -343,9 +349,11 @@ class Decoder(nn.Module):
         else:
             h = self.trunk.norm(features.h).unsqueeze(2)  # (B, L, 1, D)
         logits = self.head(h)  # (B, L, n or 1, V)
+        if c.latent.head == "additive" and not c.latent.code_layers:
+            chosen = additive_log_p(logits.squeeze(2), pathway.tables(some), x0) * target.unsqueeze(-1)
+            return chosen.unflatten(1, (c.blocks, -1)).sum(2)
         if c.latent.head == "additive":
-            tables = pathway.code_table(some).view(n, c.block_size, c.vocab_size)
-            logits = logits + tables.transpose(0, 1).repeat(c.blocks, 1, 1)
+            logits = logits + pathway.tables(some).transpose(0, 1).repeat(c.blocks, 1, 1)
         else:
             shift, scale = pathway.code_shift(some), pathway.code_scale(some)  # (n, R)
             projected = pathway.project(h)  # (B, L, n or 1, R)
@@ -358,6 +366,20 @@ class Decoder(nn.Module):
         index = x0.view(batch, length, 1, 1).expand(-1, -1, n, -1)
         chosen = log_p.gather(-1, index).squeeze(-1) * target.unsqueeze(-1)
         return chosen.unflatten(1, (c.blocks, -1)).sum(2)
+
+
+def additive_log_p(logits: Tensor, tables: Tensor, x0: Tensor) -> Tensor:
+    """log p(x0_i | k) under logits (B, L, V) plus tables (n, r, V), for every code: (B, L, n), without logits for each."""
+    tables, place = tables.float(), torch.arange(x0.shape[1], device=x0.device) % tables.shape[1]
+    log_p = logits.float().log_softmax(-1)
+    top = tables.amax(-1, keepdim=True)
+    by_place = log_p.exp().unflatten(1, (-1, tables.shape[1])).transpose(1, 2).transpose(0, 1)  # (r, B, C, V)
+    with torch.autocast(x0.device.type, enabled=False):
+        normaliser = by_place.flatten(1, 2) @ (tables - top).exp().permute(1, 2, 0)  # (r, B C, n)
+    normaliser = normaliser.unflatten(1, (len(x0), -1)).permute(1, 2, 0, 3).flatten(1, 2)  # (B, L, n)
+    own = log_p.gather(-1, x0.unsqueeze(-1))  # (B, L, 1)
+    shifted = (tables - top).permute(1, 2, 0)[place, x0]  # (B, L, n)
+    return own + shifted - normaliser.log()
 
 
 class MeanPool(nn.Module):

@@ -76,26 +76,20 @@ def synthetic(data: str, block_size: int, *, latent: bool = True, family: str = 
     )
 
 
-def poker(latent: bool = True) -> RunConfig:
+def poker(kind: str = "categorical") -> RunConfig:
     """The quickstart: two-word poker hands, in seconds on one core."""
     run = RunConfig(
         model=ModelConfig(layers=1, latent=LatentConfig(encoder_layers=1)),
-        objective=ObjectiveConfig(kl_weight=0.5),
         training=TrainingConfig(steps=400, batch_size=128, learning_rate=4e-3),
         data=DataConfig(name="poker"),
     )
-    return run if latent else without_latent(run)
+    return with_latent(run, kind)
 
 
-def without_latent(run: RunConfig) -> RunConfig:
-    return replace(run, model=replace(run.model, latent=replace(run.model.latent, kind="none")))
-
-
-def array() -> RunConfig:
+def array(kind: str = "categorical") -> RunConfig:
     """Your own fixed-length token array: give it with --data FILE.npy."""
-    return RunConfig(
+    run = RunConfig(
         model=ModelConfig(layers=3, width=128, latent=LatentConfig(encoder_layers=2)),
-        objective=ObjectiveConfig(kl_weight=0.5),
         training=TrainingConfig(
             steps=3_000,
             batch_size=128,
@@ -106,10 +100,20 @@ def array() -> RunConfig:
             ema=0.999,
         ),
     )
+    return with_latent(run, kind)
+
+
+def with_latent(run: RunConfig, kind: str) -> RunConfig:
+    """A Gaussian's information costs half of its bound's price here: it collapses less."""
+    latent = replace(run.model.latent, kind=kind)  # type: ignore[arg-type]
+    objective = replace(run.objective, kl_weight=0.5 if kind == "gaussian" else 1.0)
+    return replace(run, model=replace(run.model, latent=latent), objective=objective)
 
 
 def all_presets() -> dict[str, RunConfig]:
-    presets = {"array": array(), "poker": poker(), "poker-mdm": poker(latent=False)}
+    presets: dict[str, RunConfig] = {}
+    for name, make in (("array", array), ("poker", poker)):
+        presets |= {name: make(), f"{name}-gaussian": make("gaussian"), f"{name}-mdm": make("none")}
     for family in FAMILIES:
         for latent in (True, False):
             suffix = ("" if latent else "-mdm") + ("" if family == "ours" else "-paper")

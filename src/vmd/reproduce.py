@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vmd import __version__
+from vmd.ablations import ablation_runs, evaluate_ablation
 from vmd.config import RunConfig, override_all, require, require_choice, require_range, to_dict
 from vmd.data.synthetic import Law, law
 from vmd.ensemble import Ensemble
@@ -63,16 +64,17 @@ PAPER = {
     ("VMD", "d2", 4, 1): (80.0, 0.268),
 }
 
-TABLES = ("two-token", "four-token")
+TABLES = ("two-token", "four-token", "ablations")
 
 
 @dataclass(frozen=True)
 class Cell:
     """One row of a table before its seeds: a system trained on one data set."""
 
-    system: str  # MDM or VMD
+    system: str  # MDM or VMD; in the ablations the kind of latent
     family: str  # ours or paper
     run: RunConfig
+    objective: str = ""  # in the ablations, what was trained
 
     @property
     def data(self) -> str:
@@ -97,6 +99,7 @@ class Budget:
 FULL = {
     "two-token": Budget((0, 1, 2, 3, 4), 100_000, 100_000, (), TWO_TOKEN),
     "four-token": Budget((0, 1, 2, 3, 4), 100_000, 100_000, (), FOUR_TOKEN),
+    "ablations": Budget((0, 1, 2, 3, 4), 50_000, 50_000, (), TWO_TOKEN[:-1] + FOUR_TOKEN),  # p = 1 is deterministic
 }
 QUICK = {
     "two-token": Budget(
@@ -109,10 +112,16 @@ QUICK = {
     "four-token": Budget(
         (0,), 10_000, 10_000, ("training.steps=700", "training.batch_size=256", "training.ema=0.99"), FOUR_TOKEN
     ),
+    "ablations": Budget(
+        (0,), 10_000, 10_000, ("training.steps=400", "training.batch_size=64", "training.ema=0.99"), ("deterministic",)
+    ),
 }
 
 
 def cells_of(name: str, data: tuple[str, ...], family: str) -> list[Cell]:
+    if name == "ablations":
+        require(family == "ours", f"--preset {family}: expected ours: the ablations have one")
+        return [Cell(system, family, run, objective) for system, objective, run in ablation_runs(data)]
     blocks = (2,) if name == "two-token" else (2, 4)
     return [
         Cell("VMD" if latent else "MDM", family, synthetic(d, block, latent=latent, family=family))
@@ -146,8 +155,9 @@ def groups_of(cells: list[Cell]) -> list[list[Cell]]:
     """Cells that can be trained in one batched step: equal but for their data set and KL weight."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        blank = replace(cell.run, objective=replace(cell.run.objective, kl_weight=0.0), data=replace(cell.run.data, name=""))
-        groups.setdefault(json.dumps(to_dict(blank)), []).append(cell)
+        blank = to_dict(cell.run)
+        blank["objective"]["kl_weight"], blank["data"]["name"] = None, None
+        groups.setdefault(json.dumps([cell.system, blank]), []).append(cell)
     return list(groups.values())
 
 
@@ -183,6 +193,8 @@ def settings_of(cell: Cell) -> list[dict]:
 
 def evaluate_cell(cell: Cell, seed: int, model: VMD, budget: Budget) -> tuple[list[dict], dict[str, list]]:
     """Rows of one trained model, and its one-step tables of pairs for the heat maps."""
+    if cell.objective:
+        return evaluate_ablation(cell.system, cell.objective, cell.run, seed, model, budget.draws, budget.z_draws), {}
     truth = law(cell.data)
     blocks = truth.length // cell.block
     rows, pictures = [], {}
@@ -276,7 +288,10 @@ def planned_cells(name: str, budget: Budget, family: str, settings: list[str], d
     cells = []
     for cell in cells_of(name, budget.data, family):
         run = override_all(cell.run, settings)
-        for field in ("data", "model.block_size", "model.latent.kind"):  # what a row is called after
+        named_after = ["data", "model.block_size", "model.latent.kind"]
+        if cell.objective:
+            named_after += ["model.latent.prior", "objective.masking", "objective.z", "objective.samples"]
+        for field in named_after:
             same = operator.attrgetter(field)(run) == operator.attrgetter(field)(cell.run)
             require(same, f"--set {field}: fixed in a table: it is what makes a row {cell.system} {cell.data}")
         check_precision(run.training, device)
@@ -308,7 +323,9 @@ def reproduce(
         require_range("--seeds", len(seeds), 1)
         budget = replace(budget, seeds=seeds)
     settings = list(budget.settings)
-    if device == "cuda":
+    if device == "cuda" and name == "ablations":  # many small groups: compiling each would take longer than training it
+        settings += ["training.capture=true", "training.precision=tf32"]
+    elif device == "cuda":
         settings += ["training.compile=true", f"training.precision={'bf16' if family == 'paper' else 'tf32'}"]
     cells = planned_cells(name, budget, family, settings + (overrides or []), device)
     groups = groups_of(cells)
@@ -320,7 +337,8 @@ def reproduce(
     done_before = 0
     with progress_bar(f"vmd reproduce {name}", total) as update:
         for number, group in enumerate(groups, start=1):
-            label = f"{group[0].system}, block {group[0].block} ({number} of {len(groups)})"
+            what = ", ".join(part for part in (group[0].system, group[0].objective) if part)
+            label = f"{what}, block {group[0].block} ({number} of {len(groups)})"
 
             def on_step(done: int, record: dict | None, label: str = label, before: int = done_before) -> None:
                 update(before + done, "" if record is None else f"{label}: loss {record['total']:.3f} kl {record['kl']:.3f}")
@@ -344,7 +362,11 @@ def reproduce(
         "hardware": hardware(device),
         "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "seconds": round(sum(part["seconds"] for part in parts), 1),
-        "configurations": {f"{c.system} {c.family} {c.data} block {c.block}": to_dict(c.run) for c in cells},
+        "configurations": {
+            " ".join(filter(None, (c.system, c.objective, c.family, c.data, f"block {c.block}"))): to_dict(c.run)
+            for c in cells
+        },
+        "entropy": {c.data: law(c.data).entropy / (law(c.data).length * math.log(2)) for c in cells},  # bits per token
         "rows": aggregate([row for part in parts for row in part["rows"]]),
     }
     heatmaps: dict[str, dict] = {}

@@ -49,8 +49,8 @@ def printed(rows: list[dict], **wanted) -> str:
 
 
 def summary_table(results: dict) -> Table:
-    """Of one run: see `merged_table`."""
-    return merged_table([results])
+    """Of one run: see `merged_table`; of the ablations, the certified bits."""
+    return bits_table(results) if results["name"] == "ablations" else merged_table([results])
 
 
 def merged_table(runs: list[dict]) -> Table:
@@ -100,10 +100,99 @@ def render(results: dict) -> str:
     """table.md: a summary and every row."""
     seeds = len(results["seeds"])
     where = f"{results['hardware']['name']}, {results['seconds']:.0f} s, {seeds} seed{'s' if seeds > 1 else ''}"
-    return (
-        f"# {results['name']}\n\n`{results['command']}` ({where})\n\n{to_markdown(*summary_table(results))}\n"
-        f"## Every row\n\n{to_markdown(*detail_table(results))}"
-    )
+    head = f"# {results['name']}\n\n`{results['command']}` ({where})\n\n"
+    if results["name"] == "ablations":
+        sections = [f"## {title}\n\n{to_markdown(*table)}" for title, table in ablation_tables(results)]
+        return head + "\n".join(sections)
+    return head + f"{to_markdown(*summary_table(results))}\n## Every row\n\n{to_markdown(*detail_table(results))}"
+
+
+def ablation_tables(results: dict) -> list[tuple[str, Table]]:
+    return [
+        ("Certified bits per token, trained on the N-step bound, z fresh", bits_table(results)),
+        ("One step, sample rule: valid sequences and exact KL", one_step_table(results)),
+        ("Which training objective: certified bits above the entropy, mean over data", objectives_table(results)),
+        ("Every row", ablation_rows(results)),
+    ]
+
+
+def best_bits(rows: list[dict], **wanted) -> dict | None:
+    """The certified bits with the most samples of z."""
+    found = [row for s in (64, 1) if (row := find(rows, metric="bits", iwae=s, **wanted)) is not None]
+    return found[0] if found else None
+
+
+def ablation_systems(results: dict) -> list[str]:
+    return list(dict.fromkeys(row["system"] for row in results["rows"]))
+
+
+def bits_table(results: dict) -> Table:
+    """A row for each data set and number of steps, a column for each latent; the entropy is what nothing can beat."""
+    rows, systems = results["rows"], ablation_systems(results)
+    lines = []
+    for data, _, steps, _ in sorted_places([row for row in rows if row["metric"] == "bits"]):
+        cells = []
+        for system in systems:
+            z = "fresh" if steps > 1 and system != "no z" else "once"
+            row = best_bits(rows, system=system, objective="N-step bound, z fresh", data=data, steps=steps, z=z)
+            cells.append("" if row is None else number(row["value"], 4, row["stderr"]))
+        lines.append([data_name(data), str(steps), f"{results['entropy'][data]:.4f}", *cells])
+    return ["data", "N", "entropy", *systems], lines
+
+
+def one_step_table(results: dict) -> Table:
+    rows, systems = results["rows"], ablation_systems(results)
+    objectives = list(dict.fromkeys(row["setting"]["objective"] for row in rows))
+    lines = []
+    for data in dict.fromkeys(row["setting"]["data"] for row in rows):
+        for objective in objectives[:3]:
+            cells = []
+            for system in systems:
+                here = {"system": system, "data": data, "steps": 1, "objective": objective}
+                share, kl = find(rows, metric="accuracy_exact", **here), find(rows, metric="kl_exact", **here)
+                parts = [] if share is None else [number(share["value"], 2, share["stderr"]) + " %"]
+                cells.append(" · ".join(parts if kl is None else [*parts, number(kl["value"], 4, kl["stderr"])]))
+            lines.append([data_name(data), objective, *cells])
+    return ["data", "trained on", *systems], lines
+
+
+def objectives_table(results: dict) -> Table:
+    """For each latent and training objective, the mean over data sets of certified bits per token minus the entropy."""
+    rows = results["rows"]
+    bits = [row for row in rows if row["metric"] == "bits"]
+    places = sorted({(r["setting"]["block"], r["setting"]["steps"], r["setting"]["z"]) for r in bits})
+    lines = []
+    for system, objective in dict.fromkeys((row["system"], row["setting"]["objective"]) for row in bits):
+        cells = []
+        for block, steps, z in places:
+            drawn = z if system != "no z" else "once"  # nothing is drawn
+            here = {"system": system, "objective": objective, "block": block, "steps": steps, "z": drawn}
+            data = dict.fromkeys(row["setting"]["data"] for row in bits if row["setting"]["block"] == block)
+            found = [(d, best_bits(rows, data=d, **here)) for d in data]
+            excess = [row["value"] - results["entropy"][d] for d, row in found if row is not None]
+            cells.append(f"{sum(excess) / len(excess):.4f}" if excess else "")
+        lines.append([system, objective, *cells])
+    names = [f"{b} tokens, N = {n}" + (f", {z}" if n > 1 else "") for b, n, z in places]
+    return ["latent", "trained on", *names], lines
+
+
+def ablation_rows(results: dict) -> Table:
+    headers = ["latent", "trained on", "data", "N", "NFE", "z", "rule", "order", "IWAE", "n", "metric", "value"]
+    names = {
+        "bits": "certified bits per token",
+        "surrogate": "surrogate (not a bound with z), bits per token",
+        "accuracy": "accuracy, %",
+        "accuracy_exact": "accuracy, %, by summation",
+        "kl": "KL, nats",
+        "kl_exact": "exact KL, nats",
+    }
+    lines = []
+    for row in results["rows"]:
+        s = row["setting"]
+        digits = 2 if row["metric"].startswith("accuracy") else 4
+        values = [s.get(key, "") for key in ("objective", "data", "steps", "nfe", "z", "rule", "order", "iwae", "n")]
+        lines.append([row["system"], *map(str, values), names[row["metric"]], number(row["value"], digits, row["stderr"])])
+    return headers, lines
 
 
 def to_markdown(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

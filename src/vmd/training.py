@@ -10,15 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
+from vmd.diagnostics import diagnose
 from vmd.ensemble import Ensemble
 from vmd.files import make_folder, write_atomically
 from vmd.masking import Masks, draw_masks, draw_steps
@@ -108,22 +110,24 @@ def clip_gradients(parameters: list[Tensor], largest: float, *, per_model: bool)
 def make_optimizer(model: VMD | Ensemble, config: TrainingConfig) -> torch.optim.Optimizer:
     """Adam as the paper has it, or AdamW with decay on matrices only."""
     parameters = list(model.parameters())
-    fused = parameters[0].is_cuda
+    options: dict[str, Any] = {"lr": config.learning_rate, "fused": parameters[0].is_cuda}
+    if config.capture:  # a recorded step reads its learning rate from the device
+        options |= {"lr": torch.tensor(config.learning_rate, device=parameters[0].device), "capturable": True}
     if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
+        return torch.optim.Adam(parameters, weight_decay=config.weight_decay, **options)
     leading = 1 if isinstance(model, Ensemble) else 0
     groups = [
         {"params": [p for p in parameters if p.dim() - leading >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() - leading < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=fused)
+    return torch.optim.AdamW(groups, **options)
 
 
 @contextmanager
 def precision(name: str) -> Iterator[None]:
     """float32 throughout, float32 with TF32 matrix products, or bf16 autocast."""
     if name == "bf16":
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):  # a cache would outlive a recorded step
             yield
         return
     before = torch.get_float32_matmul_precision()
@@ -135,10 +139,62 @@ def precision(name: str) -> Iterator[None]:
 
 
 def check_precision(training: TrainingConfig, device: str) -> None:
+    require(not training.capture or device == "cuda", f"training.capture=true: expected false on {device}: it needs a GPU")
     require(
         training.precision == "float32" or device == "cuda",
         f"training.precision={training.precision}: expected float32 on {device}",
     )
+
+
+class Step:
+    """One optimisation step. Recorded as a CUDA graph after its first run if the configuration says so."""
+
+    def __init__(self, model: VMD | Ensemble, run: RunConfig, optimizer: torch.optim.Optimizer, average: dict | None):
+        self.model, self.run, self.optimizer = model, run, optimizer
+        self.parameters: list[Tensor] = list(model.parameters())
+        self.average = None if average is None else list(average.values())
+        self.loss_function = torch.compile(mean_loss) if run.training.compile else mean_loss
+        device = self.parameters[0].device
+        self.follow = torch.zeros((), device=device)  # how far the average moves towards the weights
+        self.ran = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, batch: Batch, kl_weight: Tensor, step: int) -> tuple[Loss, Tensor]:
+        training = self.run.training
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(learning_rate(training, step))
+            else:
+                group["lr"] = learning_rate(training, step)
+        # Early on a long average would remember the initial weights: start short and grow to the full decay.
+        self.follow.fill_(1 - min(training.ema, (1 + step) / (10 + step)))
+        if not training.capture or not self.ran:
+            self.ran = True  # the first run fills the optimiser's state, which a recording must not do
+            return self.take(batch, kl_weight)
+        if self.graph is None:
+            self.inputs = (batch, kl_weight.clone())
+            self.optimizer.zero_grad(set_to_none=True)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self.take(*self.inputs)
+        for ours, theirs in zip(tree_leaves(self.inputs), tree_leaves((batch, kl_weight)), strict=True):
+            if ours is not None:
+                ours.copy_(theirs)
+        self.graph.replay()
+        return self.outputs
+
+    def take(self, batch: Batch, kl_weight: Tensor) -> tuple[Loss, Tensor]:
+        with precision(self.run.training.precision):
+            loss = self.loss_function(self.model, batch, kl_weight, self.run.objective.free_bits)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.total.sum().backward()
+        norm = clip_gradients(self.parameters, self.run.training.clip, per_model=isinstance(self.model, Ensemble))
+        self.optimizer.step()
+        if self.average is not None:
+            change = torch._foreach_sub([p.detach() for p in self.parameters], self.average)
+            torch._foreach_mul_(change, self.follow)
+            torch._foreach_add_(self.average, change)
+        return Loss(*(part.detach() for part in loss)), norm
 
 
 def train(
@@ -178,7 +234,7 @@ def train(
     if isinstance(model, Ensemble) and weights.dim() == 0:
         weights = weights.expand(len(model))
     generator = torch.Generator(device)
-    loss_function = torch.compile(mean_loss) if training.compile else mean_loss
+    take_step = Step(model, config, optimizer, average)
 
     first, log = 0, []
     if resume:
@@ -192,29 +248,19 @@ def train(
     for step in range(first, training.steps):
         generator.manual_seed(step_seed(training.seed, step))
         batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(training, step)
-        with precision(training.precision):
-            loss = loss_function(model, batch, weights * kl_warmup(objective, step), objective.free_bits)
-            optimizer.zero_grad(set_to_none=True)
-            loss.total.sum().backward()
-        norm = clip_gradients(list(parameters.values()), training.clip, per_model=isinstance(model, Ensemble))
-        optimizer.step()
-        if average is not None:
-            # Early on a long average would remember the initial weights: start short and grow to the full decay.
-            decay = min(training.ema, (1 + step) / (10 + step))
-            torch._foreach_lerp_(list(average.values()), [p.detach() for p in parameters.values()], 1 - decay)
+        loss, norm = take_step(batch, weights * kl_warmup(objective, step), step)
         done, record = step + 1, None
         if done % training.log_every == 0 or done == training.steps or done == 1:
             now = time.perf_counter()
             tokens = (done - last_step) * batch.x0.numel()
             record = {"step": done} | {
-                name: float(value.detach().float().mean())
-                for name, value in [*loss._asdict().items(), ("gradient_norm", norm)]
+                name: float(value.float().mean()) for name, value in [*loss._asdict().items(), ("gradient_norm", norm)]
             }
             record |= {"learning_rate": learning_rate(training, step), "tokens_per_second": tokens / (now - last_time)}
             record |= {"seconds": now - started}
-            last_time, last_step = now, done
+            if isinstance(model, VMD) and (done % training.checkpoint_every < training.log_every or done == training.steps):
+                record |= latent_record(model, batch, fixed, generator)
+            last_time, last_step = time.perf_counter(), done
             log.append(record)
             if not math.isfinite(record["total"]):
                 raise TrainingDiverged(f"the loss is {record['total']} at step {done}: try a lower training.learning_rate")
@@ -231,6 +277,21 @@ def train(
     if out is not None and isinstance(model, VMD):
         model.save_pretrained(out)
     return log
+
+
+def latent_record(model: VMD, batch: Batch, fixed: Tensor | None, generator: torch.Generator) -> dict:
+    """What the latent carries, for the log: on some rows of the batch."""
+    found = diagnose(model, batch.x0[:256], fixed=fixed, generator=generator)
+    if found is None:
+        return {}
+    active = "codes_used" if model.config.latent.kind == "categorical" else "active_dimensions"
+    return {
+        "latent_kl": found.kl,
+        "latent_information": found.information,
+        "latent_marginal_gap": found.marginal_gap,
+        "latent_nll_gap": found.nll_gap,
+        active: found.active,
+    }
 
 
 def append_line(path: Path, record: dict) -> None:

@@ -1,0 +1,315 @@
+"""The categorical latent: every code scored at once, drawn, conditioned on, and learned."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from helpers import (
+    CODES,
+    NO_LATENT,
+    all_sequences,
+    chi_square_p,
+    codes,
+    random_law,
+    random_tokens,
+    sequence_counts,
+    strong_model,
+    tiny_config,
+)
+from vmd.config import ObjectiveConfig, RunConfig, TrainingConfig
+from vmd.data.synthetic import deterministic
+from vmd.likelihood import all_orders, enumerate_orders, exact_nll, nll_bound
+from vmd.masking import apply_mask, draw_masks, draw_steps
+from vmd.metrics import kl_to
+from vmd.model import VMD
+from vmd.training import train
+
+V, K = 3, 4
+all_codes = pytest.mark.parametrize("z_config", CODES.values(), ids=CODES)
+some_codes = pytest.mark.parametrize("z_config", [codes(), codes(layers=1)], ids=["head", "layer"])
+shapes = pytest.mark.parametrize(("length", "r"), [(4, 4), (4, 2), (4, 1), (9, 3)])
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def step_inputs(length: int, r: int, rows: int = 5):
+    """xt, x0 and targets of a random step, with tokens that are hidden and not scored."""
+    x0 = random_tokens(rows, length, V)
+    masks = draw_steps(x0, r, (max(1, r - 1),), generator=seeded())
+    return apply_mask(x0, masks.mask, V), x0, masks.target
+
+
+# All codes at once
+
+
+@all_codes
+@shapes
+@torch.no_grad()
+def test_the_score_of_a_code_is_the_log_probability_under_that_code_alone(z_config, length, r):
+    model = strong_model(length, r, V, z_config)
+    xt, x0, target = step_inputs(length, r)
+    features, scores = model.decoder.code_features(xt, x0), model.codes(xt, x0, target)
+    assert scores.log_prior.shape == scores.log_likelihood.shape == (5, length // r, K)
+    for code in range(K):
+        logits = model.decoder.code_logits(features, torch.full((5, length // r), code))
+        log_p = logits.log_softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1) * target
+        alone = log_p.view(5, -1, r).sum(-1)
+        torch.testing.assert_close(scores.log_likelihood[..., code], alone, atol=1e-5, rtol=1e-5)
+    assert float(scores.log_likelihood.std(-1).max()) > 0.1  # codes differ
+    torch.testing.assert_close(scores.log_prior.exp().sum(-1), torch.ones(5, length // r))
+    assert torch.equal(scores.log_prior, model.prior(xt, x0).log_probs)
+
+
+@pytest.mark.parametrize("head", ["bilinear", "additive"])
+def test_scores_and_their_gradients_stay_exact_where_logits_are_extreme(head):
+    model = strong_model(4, 2, V, codes(head=head))
+    with torch.no_grad():
+        for name, parameter in model.decoder.named_parameters():
+            if name in ("head.weight", "pathway.out.weight", "pathway.code_table.weight"):
+                parameter.mul_(30)
+    xt, x0, target = step_inputs(4, 2)
+    scores = model.codes(xt, x0, target).log_likelihood
+    assert float(scores.detach().min()) < -100
+    for code in range(K):
+        logits = model.denoise(xt, x0, torch.full((5, 2, 1), float(code)))
+        log_p = logits.log_softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1) * target
+        torch.testing.assert_close(scores[..., code], log_p.view(5, 2, 2).sum(-1), atol=1e-3, rtol=1e-4)
+    scores.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@all_codes
+@torch.no_grad()
+def test_every_block_is_decoded_by_its_own_code(z_config):
+    model = strong_model(6, 2, V, z_config)
+    xt, x0, _ = step_inputs(6, 2)
+    code = torch.randint(K, (5, 3, 1), generator=seeded())
+    before = model.denoise(xt, x0, code.float())
+    for block in range(3):
+        changed = code.clone()
+        changed[:, block] = (code[:, block] + 1) % K
+        difference = (model.denoise(xt, x0, changed.float()) - before).abs().amax((0, 2)).view(3, 2).amax(-1)
+        assert difference[block] > 1e-3
+        assert (difference[torch.arange(3) != block] == 0).all()
+
+
+@all_codes
+@pytest.mark.parametrize(("length", "r"), [(4, 4), (4, 2)])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_codes_scored_some_at_a_time_have_the_same_scores_and_gradients(z_config, length, r, chunk):
+    whole = strong_model(length, r, V, z_config)
+    parts = VMD(dataclasses.replace(whole.config, latent=dataclasses.replace(z_config, code_chunk=chunk)))
+    parts.load_state_dict(whole.state_dict())
+    xt, x0, target = step_inputs(length, r)
+    for model in (whole, parts):
+        log_prior, log_likelihood = model.codes(xt, x0, target)
+        (-(log_prior + log_likelihood).logsumexp(-1)).sum().backward()
+    for a, b in zip(whole.codes(xt, x0, target), parts.codes(xt, x0, target), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        for a, b in zip(whole.codes(xt, x0, target), parts.codes(xt, x0, target), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    expected = dict(whole.named_parameters())
+    for name, parameter in parts.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-5, rtol=1e-4)
+
+
+@all_codes
+@pytest.mark.parametrize(("length", "r"), [(4, 1), (4, 2), (4, 4)])
+def test_every_parameter_of_a_model_with_codes_gets_a_gradient(z_config, length, r):
+    model = strong_model(length, r, V, z_config)
+    x0 = random_tokens(16, length, V)
+    model(x0, draw_masks(x0, r, generator=seeded()), None).total.mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("head", ["bilinear", "additive"])
+def test_the_backbone_of_a_model_with_codes_is_that_of_the_model_without(head):
+    """With silent heads, the same weights give the same logits whatever the code."""
+    plain, coded = strong_model(6, 2, V), strong_model(6, 2, V, codes(head=head), seed=1)
+    coded.load_state_dict(coded.state_dict() | plain.state_dict())
+    assert coded.parameter_counts()["backbone"] == plain.parameter_counts()["backbone"]
+    xt, x0, _ = step_inputs(6, 2)
+    with torch.no_grad():
+        for name, parameter in coded.named_parameters():
+            if name.endswith(("pathway.out.weight", "code_table.weight")):
+                parameter.zero_()
+        logits = coded.denoise(xt, x0, torch.ones(5, 3, 1))
+        torch.testing.assert_close(logits, plain.denoise(xt, x0), atol=1e-5, rtol=1e-5)
+
+
+# What a code and its prior may see
+
+
+@all_codes
+@pytest.mark.parametrize(("length", "r"), [(4, 2), (4, 1), (9, 3)])
+@torch.no_grad()
+def test_codes_of_a_block_see_earlier_clean_blocks_and_never_their_own(z_config, length, r):
+    model = strong_model(length, r, V, z_config)
+    xt, x0, target = step_inputs(length, r)
+    blocks = length // r
+    for block in range(blocks):
+        changed, unscored = x0.clone(), target.clone()
+        here = slice(block * r, (block + 1) * r)
+        changed[:, here] = (x0[:, here] + 1) % V
+        unscored[:, here] = False  # what the block is asked would change with its tokens
+        for before, after in zip(model.codes(xt, x0, unscored), model.codes(xt, changed, unscored), strict=True):
+            difference = (after - before).abs().amax((0, 2))
+            assert difference[: block + 1].le(1e-6).all()
+            assert difference[block + 1 :].gt(1e-5).all()
+
+
+@all_codes
+@pytest.mark.parametrize(("length", "r"), [(4, 4), (4, 2)])
+@torch.no_grad()
+def test_the_score_of_a_block_changes_with_its_own_targets_alone(z_config, length, r):
+    model = strong_model(length, r, V, z_config)
+    x0 = random_tokens(5, length, V)
+    mask = torch.ones(5, length, dtype=torch.bool)
+    target = torch.arange(length).remainder(2).eq(0).expand(5, -1)  # of hidden tokens, every other is scored
+    xt = apply_mask(x0, mask, V)
+    before = model.codes(xt, x0, target).log_likelihood
+    last = slice(length - r, length)  # later blocks see x0 of earlier ones; the last is seen by none
+    hidden = torch.where(target, x0, (x0 + 1) % V)
+    scored = torch.where(target, (x0 + 1) % V, x0)
+    for changed, moves in ((hidden, False), (scored, True)):
+        rows = x0.clone()
+        rows[:, last] = changed[:, last]
+        difference = (model.codes(xt, rows, target).log_likelihood - before).abs().amax((0, 2))
+        assert bool(difference[-1] > 1e-5) == moves
+        assert difference[:-1].le(1e-6).all()
+
+
+@all_codes
+@pytest.mark.parametrize(("length", "r"), [(4, 2), (9, 3)])
+@torch.no_grad()
+def test_codes_see_what_is_revealed_of_their_own_block_and_of_no_other(z_config, length, r):
+    model = strong_model(length, r, V, z_config)
+    xt, x0, target = step_inputs(length, r)
+    before = model.codes(xt, x0, target)
+    for block in range(length // r):
+        here = slice(block * r, (block + 1) * r)
+        changed = xt.clone()
+        changed[:, here] = torch.where(xt == V, x0, V)[:, here]
+        for a, b in zip(model.codes(changed, x0, target), before, strict=True):
+            difference = (a - b).abs().amax((0, 2))
+            assert difference[block] > 1e-5
+            assert difference[torch.arange(length // r) != block].le(1e-6).all()
+
+
+# Sampling
+
+
+@some_codes
+@pytest.mark.parametrize(
+    ("length", "r", "steps", "z"),
+    [(4, 4, 1, "once"), (4, 4, 2, "once"), (4, 4, 2, "fresh"), (4, 2, 1, "once"), (4, 2, 2, "once"), (4, 2, 2, "fresh")],
+)
+def test_samples_have_the_enumerated_likelihoods(z_config, length, r, steps, z):
+    model, known = strong_model(length, r, 2, z_config, seed=3), random_law(length, 2)
+
+    def likelihoods(z):
+        p = exact_nll(enumerate_orders(model, known.sequences, steps, z=z)).neg().exp()
+        return p / p.sum()
+
+    options = {"steps": steps, "order": "random", "rule": "sample", "z": z}
+    counts = sequence_counts(model.sample(6_000, generator=seeded(), **options).tokens, known)
+    assert chi_square_p(counts, likelihoods(z)) > 1e-4
+    if steps > 1:  # the test has power: the other way to draw codes is another law
+        other = likelihoods("fresh" if z == "once" else "once")
+        assert chi_square_p((likelihoods(z) * 100_000).round(), other) < 1e-4
+
+
+@some_codes
+@torch.no_grad()
+def test_the_posterior_of_a_code_after_each_step_has_the_law_of_a_code_drawn_once(z_config):
+    """p(A1) * sum_k p(k | A1) p(A2 | k, A1) * .. = sum_k p(k) p(A1 | k) p(A2 | k, A1) * .. for every order."""
+    model, sequences = strong_model(3, 3, V, z_config), all_sequences(3, V)
+    per_order = enumerate_orders(model, sequences, 3, z="once")
+    for order, expected in zip(all_orders(3, 3), per_order[..., 0], strict=True):
+        nll, belief = torch.zeros(len(sequences)), None
+        for j in range(3):
+            xt = apply_mask(sequences, order[j:].any(0), V)
+            log_prior, log_likelihood = model.codes(xt, sequences, order[j].expand_as(sequences))
+            belief = log_prior[:, 0] if belief is None else belief
+            log_joint = belief + log_likelihood[:, 0]
+            nll -= log_joint.logsumexp(-1)
+            belief = log_joint.log_softmax(-1)
+        torch.testing.assert_close(nll.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@all_codes
+@pytest.mark.parametrize("cache", [True, False])
+def test_exactly_n_passes_for_every_block_and_one_for_every_finished_one(z_config, cache):
+    model, passes = strong_model(6, 3, V, z_config), []
+    hook = model.decoder.trunk.blocks[0].register_forward_hook(lambda module, args, output: passes.append(1))
+    for z in ("once", "fresh"):
+        passes.clear()
+        samples = model.sample(4, steps=2, z=z, cache=cache)
+        assert samples.nfe == 2 * 2
+        assert samples.cache_passes == (1 if cache else 0)
+        assert len(passes) == samples.nfe + samples.cache_passes
+    hook.remove()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_codes_of_samples_follow_the_prior_of_the_first_step(steps):
+    model = strong_model(3, 3, V, codes())
+    z = model.sample(5_000, steps=steps, z="once", generator=seeded()).z
+    assert z.shape == (5_000, 1, 1)
+    with torch.no_grad():
+        prior = model.prior(torch.full((1, 3), V), torch.zeros(1, 3, dtype=torch.long)).log_probs[0, 0].exp()
+    assert chi_square_p(torch.bincount(z.flatten().long(), minlength=K), prior) > 1e-4
+
+
+def test_codes_of_later_blocks_heed_the_blocks_before():
+    """Given the first block, the second's codes follow their own prior."""
+    model, prompt = strong_model(4, 2, V, codes()), torch.tensor([[0, 2, -1, -1]])
+    z = model.sample(prompt=prompt.expand(5_000, -1), generator=seeded()).z
+    with torch.no_grad():
+        canvas = torch.where(prompt < 0, V, prompt)
+        prior = model.prior(canvas, canvas).log_probs[0].exp()
+    for block in range(2):  # drawn where nothing is written, too
+        assert chi_square_p(torch.bincount(z[:, block, 0].long(), minlength=K), prior[block]) > 1e-4
+
+
+def test_a_model_with_codes_can_be_saved_and_loaded(tmp_path):
+    model = strong_model(4, 2, V, codes(layers=1, head="additive"))
+    model.save_pretrained(tmp_path)
+    loaded = VMD.from_pretrained(tmp_path)
+    assert loaded.config == model.config
+    x0 = random_tokens(4, 4, V)
+    assert torch.equal(nll_bound(loaded, x0, 1), nll_bound(model, x0, 1))
+
+
+# Learning
+
+
+def test_codes_learn_pairs_in_one_step_and_the_loss_of_one_step_never_falls_below_the_entropy():
+    """Without a latent the KL of one step is the total correlation, 2.303 nats."""
+    known = deterministic()
+    x0, one_step = known.sequences, draw_steps(known.sequences, 2, (1,))
+    objective = ObjectiveConfig(masking="steps", steps=(1,))
+    kls = {}
+    for name, z_config, steps in (("none", NO_LATENT, 50), ("codes", codes(32), 300)):
+        training = TrainingConfig(steps=steps, batch_size=64, learning_rate=5e-3)
+        config = RunConfig(tiny_config(2, 2, 10, z_config, layers=1, width=32), objective, training)
+        model, losses = VMD(config.model), []
+
+        def note(done, record, model=model, losses=losses):
+            if done % 25 == 0:
+                with torch.no_grad():
+                    losses.append(float((known.probabilities * model(x0, one_step, None).total).sum()))
+
+        train(model, known, config, on_step=note)
+        assert min(losses) > known.entropy - 1e-4
+        kls[name] = kl_to(known, nll_bound(model, x0, 1).neg().exp())
+        assert math.isclose(kls[name], losses[-1] - known.entropy, abs_tol=1e-4)  # the loss is the likelihood
+    assert kls["none"] > known.total_correlation() - 1e-4
+    assert kls["codes"] < 1
