@@ -17,14 +17,17 @@ from helpers import (
     sequence_counts,
     strong_model,
     tiny_config,
+    tiny_model,
 )
 from vmd.config import ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import deterministic
+from vmd.diagnostics import diagnose
+from vmd.ensemble import Ensemble
 from vmd.likelihood import all_orders, enumerate_orders, exact_nll, nll_bound
 from vmd.masking import apply_mask, draw_masks, draw_steps
 from vmd.metrics import kl_to
 from vmd.model import VMD
-from vmd.training import train
+from vmd.training import Batch, split_dead_codes, train
 
 V, K = 3, 4
 all_codes = pytest.mark.parametrize("z_config", CODES.values(), ids=CODES)
@@ -219,7 +222,7 @@ def test_samples_have_the_enumerated_likelihoods(z_config, length, r, steps, z):
         return p / p.sum()
 
     options = {"steps": steps, "order": "random", "rule": "sample", "z": z}
-    counts = sequence_counts(model.sample(6_000, generator=seeded(), **options).tokens, known)
+    counts = sequence_counts(model.sample(4_000, generator=seeded(), **options).tokens, known)
     assert chi_square_p(counts, likelihoods(z)) > 1e-4
     if steps > 1:  # the test has power: the other way to draw codes is another law
         other = likelihoods("fresh" if z == "once" else "once")
@@ -313,3 +316,40 @@ def test_codes_learn_pairs_in_one_step_and_the_loss_of_one_step_never_falls_belo
         assert math.isclose(kls[name], losses[-1] - known.entropy, abs_tol=1e-4)  # the loss is the likelihood
     assert kls["none"] > known.total_correlation() - 1e-4
     assert kls["codes"] < 1
+
+
+# Splitting
+
+
+def with_a_shared_code(head: str) -> VMD:
+    """A model trained on little, whose codes but two have been killed."""
+    model = strong_model(4, 2, 5, codes(8, head=head))
+    with torch.no_grad():
+        model.decoder.pathway.prior.bias[2:] = -60.0
+    return model
+
+
+@pytest.mark.parametrize("head", ["bilinear", "additive"])
+def test_a_split_gives_dead_codes_a_share_and_changes_little(head):
+    model, x0 = with_a_shared_code(head), random_tokens(64, 4)
+    batch = Batch(x0, draw_masks(x0, 2), None)
+    before, used = nll_bound(model, x0, 1), diagnose(model, x0).active
+    split_dead_codes(model, batch, torch.Generator().manual_seed(0))
+    after = nll_bound(model, x0, 1)
+    assert diagnose(model, x0).active == 2 * used
+    assert float((after - before).abs().mean()) < 0.1 * float(before.std() + 1)
+
+
+def test_a_split_of_an_ensemble_is_a_split_of_each_member():
+    models, x0 = [with_a_shared_code("bilinear") for _ in range(2)], random_tokens(32, 4)
+    ensemble = Ensemble(models)
+    batch = Batch(x0.expand(2, -1, -1), None, None)
+    split_dead_codes(ensemble, batch, torch.Generator().manual_seed(0))
+    assert [diagnose(member, x0).active for member in ensemble.models()] == [4, 4]
+
+
+def test_codes_are_left_alone_where_none_is_dead():
+    model, x0 = tiny_model(4, 2, z=codes()), random_tokens(32, 4)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    split_dead_codes(model, Batch(x0, None, None), torch.Generator().manual_seed(0))
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())

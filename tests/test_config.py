@@ -244,7 +244,8 @@ def test_importance_weights_have_no_kl_to_weigh(fields):
 def test_codes_have_no_kl_to_weigh(fields):
     ObjectiveConfig(**fields).check(tiny_config(4, 2, z=latent()))
     ObjectiveConfig().check(tiny_config(4, 2, z=codes()))
-    with pytest.raises(InvalidInput, match=r"categorical.*objective.kl_weight") as error:
+    ((name, value),) = fields.items()
+    with pytest.raises(InvalidInput, match=rf"objective.{name}={value}: expected \d with a categorical") as error:
         ObjectiveConfig(**fields).check(tiny_config(4, 2, z=codes()))
     assert one_line(error)
 

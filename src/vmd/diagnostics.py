@@ -11,6 +11,7 @@ from vmd.model import VMD
 from vmd.objective import code_terms, infer, targets_nll
 
 COLLAPSED = 0.01  # nats per block that z must carry
+DEAD = 0.01  # a code is dead if it has less than this part of an even share
 
 
 class Diagnostics(NamedTuple):
@@ -66,7 +67,7 @@ def diagnose(
 def diagnose_codes(model: VMD, x0: Tensor, masks: Masks, scored: Tensor, tokens: int) -> Diagnostics:
     """The posterior over codes is known: its mean is the usage, and entropies give the information."""
     log_prior, log_likelihood = code_terms(model.codes, x0, masks, model.mask_id)
-    posterior = (log_prior + log_likelihood).softmax(-1)  # (B, blocks, K)
+    posterior = (log_prior + log_likelihood).softmax(-1)
     usage = posterior[scored].mean(0)
     kl = (posterior * ((posterior + 1e-30).log() - log_prior)).sum(-1)[scored].mean()
     information = torch.special.entr(usage).sum() - torch.special.entr(posterior).sum(-1)[scored].mean()
@@ -76,10 +77,18 @@ def diagnose_codes(model: VMD, x0: Tensor, masks: Masks, scored: Tensor, tokens:
         max(0.0, float(information)),
         float(kl - information),
         float((expected[1] - expected[0]) / tokens),
-        int((usage > 0.01 / len(usage)).sum()),  # dead: less than a hundredth of an even share
+        int((usage >= DEAD / len(usage)).sum()),
         len(usage),
         usage.tolist(),
     )
+
+
+def code_posterior(model: VMD, x0: Tensor) -> tuple[Tensor, Tensor]:
+    """Posterior and log-likelihood of every code at the first step of every block, (B, blocks, K) each."""
+    mask = torch.ones_like(x0, dtype=torch.bool)
+    masks = Masks(mask, mask, torch.ones(len(x0), model.config.blocks, device=x0.device))
+    log_prior, log_likelihood = code_terms(model.codes, x0, masks, model.mask_id)
+    return (log_prior + log_likelihood).softmax(-1), log_likelihood
 
 
 def advice(information: float | None, kind: str) -> str | None:

@@ -21,6 +21,8 @@ class Ensemble(nn.Module):
         super().__init__()
         alike = all(model.config == models[0].config for model in models)
         require(alike, "an ensemble of unlike models: expected one configuration")
+        chunk = models[0].config.latent.code_chunk
+        require(chunk == 0, f"model.latent.code_chunk={chunk}: expected 0 in an ensemble, which cannot recompute chunks")
         stacked, _ = stack_module_state(list(models))
         self.names = list(stacked)
         self.weights = nn.ParameterList(nn.Parameter(stacked[name].detach().clone()) for name in self.names)
@@ -43,6 +45,13 @@ class Ensemble(nn.Module):
         weights = dict(zip(self.names, self.weights, strict=True))
         noise_dim = None if noise is None else 0
         return torch.vmap(one, in_dims=(0, 0, 0, noise_dim, 0))(weights, x0, masks, noise, kl_weight)
+
+    @torch.no_grad()
+    def member(self, index: int) -> tuple[VMD, dict[str, Tensor]]:
+        """One model with the weights of now, good until the next call, and views of those weights to change them."""
+        views = {name: w[index] for name, w in zip(self.names, self.weights, strict=True)}
+        self._template[0].load_state_dict(views)
+        return self._template[0], views
 
     @torch.no_grad()
     def models(self) -> list[VMD]:

@@ -45,7 +45,7 @@ def check(config: ModelConfig, steps: int, z: str, samples: int) -> None:
     r = config.block_size
     require(1 <= steps <= r, f"steps={steps}: expected 1 to {r}, the block size (steps are counted per block)")
     require_choice("z", z, ("fresh", "once"))
-    require(samples >= 1, f"iwae={samples}: expected at least 1 sample of z")
+    require(samples >= 1, f"samples={samples}: expected at least 1 draw of z")
     if z == "fresh" and steps > 1 and config.z_reaches_later_blocks:
         raise InvalidInput(
             "z=fresh: expected once: this model's z also enters the clean stream (model.latent.on_clean), and which of its "
@@ -69,8 +69,9 @@ def nll_bound(
     """(B,): an unbiased draw of an upper bound on -log p(x0 | fixed tokens) in nats, for the sampler of N = steps.
 
     The chance is in the order and in z. `samples` is S of the importance-weighted bound of a Gaussian latent (1: the
-    ELBO); codes are summed exactly. No network pass has more than `chunk` rows. With fresh z (or none) and more than
-    `steps_scored` steps, so many of them are drawn evenly and reweighted; with z once all of them are needed.
+    ELBO); codes are summed exactly. `fixed`, (L,) or (B, L), marks the tokens that are given. No network pass has more than
+    `chunk` rows. With fresh z (or none) and more than `steps_scored` steps, so many of them are drawn evenly and
+    reweighted; with z once all of them are needed.
     """
     config = model.config
     check(config, steps, z, samples)
@@ -78,8 +79,9 @@ def nll_bound(
     kept = min(steps, steps_scored) if fresh else steps
     rows = max(1, min(chunk // kept, 2**28 // (steps * config.length)))  # the masks of all steps take memory too
     parts = []
-    for some in x0.split(rows):
-        masks = draw_steps(some, config.block_size, (steps,), whole=True, fixed=fixed, generator=generator)
+    given = [fixed] * len(x0.split(rows)) if fixed is None or fixed.dim() == 1 else fixed.split(rows)
+    for some, known in zip(x0.split(rows), given, strict=True):
+        masks = draw_steps(some, config.block_size, (steps,), whole=True, fixed=known, generator=generator)
         if kept < steps:
             masks = keep_some_steps(masks, kept, generator)
         if fresh:  # every step draws a z of its own: a row for each
@@ -199,6 +201,10 @@ def enumerate_orders(
     config = model.config
     check(config, steps, z, samples)
     require(config.block_size <= 6, f"block_size={config.block_size}: expected at most 6 to enumerate all orders")
+    require(
+        steps == 1 or not config.z_reaches_later_blocks,
+        f"steps={steps}: expected 1 where z reaches later blocks, whose orders would have to be enumerated jointly",
+    )
     batch, rows = len(x0), max(1, chunk // steps)
     out = []
     for order in all_orders(config.block_size, steps).to(x0.device):

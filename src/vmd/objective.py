@@ -58,7 +58,8 @@ def objective(
 
     With masks from `draw_masks` every masked token is a target and w_b is 1/t or m/k. Without an encoder its mean is a
     bound on -log p(x0). With one it is the paper's objective: a good trainer, but a *surrogate, not a bound*
-    (docs/paper-notes.md). With masks from `draw_steps` its mean is a bound either way (docs/likelihood.md).
+    (docs/paper-notes.md). With masks from `draw_steps` its mean is a bound either way (docs/likelihood.md), except where z
+    of a block that is given whole reaches later blocks: its KL is not charged here.
 
     A block without targets has weight 0 and costs no KL. `noise` (B, blocks, dim) is N(0, I); with S draws in front,
     (S, B, blocks, dim), the importance-weighted bound takes the place of the braces. The prior is N(0, I) unless given.

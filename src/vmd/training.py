@@ -20,7 +20,7 @@ from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_check
 from vmd.config import InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
-from vmd.diagnostics import diagnose
+from vmd.diagnostics import DEAD, code_posterior, diagnose
 from vmd.ensemble import Ensemble
 from vmd.files import make_folder, write_atomically
 from vmd.masking import Masks, draw_masks, draw_steps
@@ -197,6 +197,47 @@ class Step:
         return Loss(*(part.detach() for part in loss)), norm
 
 
+@torch.no_grad()
+def split_dead_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Generator) -> None:
+    """Let each unused code take over half of a costly one: a copy with a little noise, and half of its prior.
+
+    Two modes of the data that share a code stay together for ever, because a code with no share of the data has no gradient
+    towards them. A split changes next to nothing at first; then the halves grow apart.
+    """
+    if isinstance(model, Ensemble):
+        for index in range(len(model)):
+            member, parameters = model.member(index)
+            split_member(member, parameters, batch.x0[index], generator)
+    else:
+        split_member(model, dict(model.named_parameters()), batch.x0, generator)
+
+
+def split_member(model: VMD, parameters: dict[str, Tensor], x0: Tensor, generator: torch.Generator) -> None:
+    x0 = x0[:1024]
+    posterior, log_likelihood = code_posterior(model, x0)
+    usage = posterior.mean((0, 1))
+    cost = -(posterior * log_likelihood).mean((0, 1))  # nats per block that each code leaves to its tokens
+    dead = (usage < DEAD / len(usage)).nonzero().flatten()
+    costly = (cost / usage.clamp(min=1e-9) > 0.1) & (usage >= DEAD / len(usage))
+    source = cost.masked_fill(~costly, 0).argsort(descending=True)[: int(costly.sum())]
+    count = min(len(dead), len(source))
+    if count == 0:
+        return
+    dead, source = dead[:count], source[:count]
+    pathway = "decoder.pathway."
+    for name in CODE_ROWS:
+        rows = parameters.get(pathway + name)
+        if rows is not None:
+            noise = torch.randn(rows[source].shape, generator=generator, device=rows.device)
+            rows[dead] = rows[source] + 0.1 * rows[source].std(-1, keepdim=True) * noise
+    parameters[pathway + "prior.weight"][dead] = parameters[pathway + "prior.weight"][source]
+    parameters[pathway + "prior.bias"][source] -= math.log(2)
+    parameters[pathway + "prior.bias"][dead] = parameters[pathway + "prior.bias"][source]
+
+
+CODE_ROWS = ("code_scale.weight", "code_shift.weight", "code_table.weight", "code.weight")
+
+
 def train(
     model: VMD | Ensemble,
     data: Dataset,
@@ -235,6 +276,7 @@ def train(
         weights = weights.expand(len(model))
     generator = torch.Generator(device)
     take_step = Step(model, config, optimizer, average)
+    splits = training.split_codes_every if model.config.latent.kind == "categorical" else 0
 
     first, log = 0, []
     if resume:
@@ -249,6 +291,8 @@ def train(
         generator.manual_seed(step_seed(training.seed, step))
         batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator)
         loss, norm = take_step(batch, weights * kl_warmup(objective, step), step)
+        if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * training.steps:
+            split_dead_codes(model, batch, generator)
         done, record = step + 1, None
         if done % training.log_every == 0 or done == training.steps or done == 1:
             now = time.perf_counter()
