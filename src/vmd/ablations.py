@@ -13,7 +13,7 @@ SYSTEMS = {
     "no z": ("model.latent.kind=none",),
     "Gaussian": (),
     "Gaussian, learned prior": ("model.latent.prior=learned",),
-    "categorical": ("model.latent.kind=categorical",),
+    "categorical": ("model.latent.kind=categorical", "training.split_codes_every=100"),
     "Gaussian, importance-weighted": ("objective.samples=32", "training.batch_size=128"),
 }
 SURROGATE = "surrogate"  # Eq. 5, masks by counts; without z it is Eq. 2, a bound at N = r
@@ -37,7 +37,7 @@ def ablation_runs(data: tuple[str, ...]) -> list[tuple[str, str, RunConfig]]:
                 run = RunConfig(
                     model=ModelConfig(block_size=length),
                     objective=ObjectiveConfig(),
-                    training=TrainingConfig(steps=2_000, batch_size=256, learning_rate=2e-3, ema=0.998),
+                    training=TrainingConfig(steps=2_000, batch_size=512, learning_rate=2e-3, ema=0.998),
                     data=DataConfig(name=name),
                 )
                 chosen = [*settings, f"model.latent.codes={128 * length}"]
