@@ -489,7 +489,8 @@ def test_every_cell_is_in_one_group():
 def test_a_group_gives_a_model_for_each_cell_and_seed_and_no_two_are_equal():
     runs = [resolved(override_all(cell(data, 2).run, FAST[1::2])) for data in FOUR_TOKEN]
     cells = [Cell("VMD", "ours", run) for run in runs]
-    trained = train_group(cells, (3, 5), "cpu", lambda done, record: None)
+    trained, pace = train_group(cells, (3, 5), "cpu", lambda done, record: None)
+    assert pace > 0
     assert [(c.data, seed) for c, seed, _ in trained] == [("d1", 3), ("d1", 5), ("d2", 3), ("d2", 5)]
     x0 = random_tokens(1, 4, 10)
     z = torch.zeros(1, 2, 32)

@@ -1,4 +1,6 @@
-"""`vmd reproduce ablations`: which latent, trained by which objective, is worth what at which number of steps."""
+"""`vmd reproduce ablations`: which latent, trained by which objective, is worth what at which number of steps.
+`vmd reproduce heads`: how codes should enter the decoder, and how many there should be.
+"""
 
 import torch
 
@@ -16,6 +18,18 @@ SYSTEMS = {
     "categorical": ("model.latent.kind=categorical", "training.split_codes_every=100"),
     "Gaussian, importance-weighted": ("objective.samples=32", "training.batch_size=128"),
 }
+HEADS = {
+    f"{name}, K = {codes}": ("model.latent.kind=categorical", f"model.latent.codes={codes}", *settings)
+    for name, settings in {
+        "bilinear, rank 64": (),
+        "bilinear, rank 16": ("model.latent.head_dim=16",),
+        "bilinear, rank 4": ("model.latent.head_dim=4",),
+        "additive": ("model.latent.head=additive",),
+        "bilinear and last layer": ("model.latent.code_layers=1",),
+        "bilinear, splitting": ("training.split_codes_every=100",),
+    }.items()
+    for codes in (16, 64, 256)
+}
 SURROGATE = "surrogate"  # Eq. 5, masks by counts; without z it is Eq. 2, a bound at N = r
 BOUND_1, BOUND_N, BOUND_ONCE = "1-step bound", "N-step bound, z fresh", "N-step bound, z once"
 IWAE = 64  # samples of z in the certified bound of a Gaussian
@@ -26,12 +40,12 @@ def step_counts(block_size: int) -> tuple[int, ...]:
     return tuple(sorted({1, 2, block_size}))
 
 
-def ablation_runs(data: tuple[str, ...]) -> list[tuple[str, str, RunConfig]]:
+def ablation_runs(table: str, data: tuple[str, ...]) -> list[tuple[str, str, RunConfig]]:
     """(system, training objective, run) for every data set; all at KL weight 1, the bound's own."""
     runs = []
-    for system, settings in SYSTEMS.items():
+    for system, settings in (HEADS if table == "heads" else SYSTEMS).items():
         objectives = [SURROGATE, BOUND_1, BOUND_N] + ([] if system == "no z" else [BOUND_ONCE])
-        for objective in objectives:
+        for objective in [BOUND_1] if table == "heads" else objectives:
             for name in data:
                 length = law(name).length
                 run = RunConfig(
@@ -40,7 +54,7 @@ def ablation_runs(data: tuple[str, ...]) -> list[tuple[str, str, RunConfig]]:
                     training=TrainingConfig(steps=2_000, batch_size=512, learning_rate=2e-3, ema=0.998),
                     data=DataConfig(name=name),
                 )
-                chosen = [*settings, f"model.latent.codes={128 * length}"]
+                chosen = [f"model.latent.codes={128 * length}", *settings]
                 if objective != SURROGATE:
                     z = "once" if objective == BOUND_ONCE else "fresh"
                     steps = (1,) if objective == BOUND_1 else step_counts(length)
@@ -63,7 +77,7 @@ def evaluate_ablation(
 
     samples = IWAE if model.config.latent.kind == "gaussian" else 1
     per_sequence = max(2, draws // (25 * len(truth.sequences)))
-    for steps in step_counts(r):
+    for steps in (1,) if system in HEADS else step_counts(r):
         for z in ["once"] if steps == 1 or not model.config.has_latent else ["once", "fresh"]:
             where = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "z": z}
             for s in sorted({1, samples}):
@@ -88,18 +102,21 @@ def evaluate_ablation(
                 if truth.constrains:
                     add("accuracy_exact", 100 * float(exact.sum()), **where)
     if objective == SURROGATE:
-        add("surrogate", surrogate_bits(model, truth, generator), steps=0, nfe=0, z="none")
+        add("surrogate", surrogate_bits(model, truth, generator, draws), steps=0, nfe=0, z="none")
     return rows
 
 
 @torch.no_grad()
-def surrogate_bits(model: VMD, truth: Law, generator: torch.Generator, draws: int = 20_000) -> float:
+def surrogate_bits(model: VMD, truth: Law, generator: torch.Generator, draws: int) -> float:
     """The paper's objective at KL weight 1, in bits per token. Not a bound, except without z."""
 
     def score(x0: torch.Tensor) -> torch.Tensor:
-        masks = draw_masks(x0, model.config.block_size, generator=generator)
-        shape = model.latent_shape(len(x0))
-        noise = None if shape is None else torch.randn(shape, generator=generator, device=x0.device)
-        return model(x0, masks, noise).total
+        totals = []
+        for some in x0.split(2_048):
+            masks = draw_masks(some, model.config.block_size, generator=generator)
+            shape = model.latent_shape(len(some))
+            noise = None if shape is None else torch.randn(shape, generator=generator, device=x0.device)
+            totals.append(model(some, masks, noise).total)
+        return torch.cat(totals)
 
     return law_bits(model, truth, score, max(1, draws // len(truth.sequences))).value

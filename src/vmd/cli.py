@@ -39,7 +39,7 @@ Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd t
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="two-token, four-token or ablations.")],
+    name: Annotated[str, typer.Argument(help="two-token, four-token, ablations or heads.")],
     quick: Annotated[bool, typer.Option("--quick", help="The same code on a budget for two CPU cores.")] = False,
     preset: Annotated[str, typer.Option(help="ours, or the settings of the paper.")] = "ours",
     seeds: Annotated[
@@ -70,12 +70,12 @@ def reproduce(
         overrides=settings or [],
         resume=resume,
     )
-    ablations = name == "ablations"
-    shown = "certified bits per token" if ablations else "accuracy and KL(data || samples), nats"
-    print_table(*summary_table(results), title=f"{name}: {shown}")
+    shown = {"ablations": "certified bits per token", "heads": "valid sequences and exact KL, nats, in one step"}
+    print_table(*summary_table(results), title=f"{name}: {shown.get(name, 'accuracy and KL(data || samples), nats')}")
     pictures = draw_figures(folder)
-    about = "N: steps per block, z fresh" if ablations else "KL in nats; printed: the paper's figures"
-    say(f"{about}; every row and its setting: {folder / 'table.md'}")
+    about = {"ablations": "N: steps per block, z fresh", "heads": "ms: of a training step of all models together"}
+    explained = about.get(name, "KL in nats; printed: the paper's figures")
+    say(f"{explained}; every row and its setting: {folder / 'table.md'}")
     for picture in pictures:
         say(f"picture: {picture}")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vmd.config import require
 from vmd.files import read_json, write_atomically
-from vmd.tables import merged_table, to_markdown
+from vmd.tables import merged_table, summary_table, to_markdown
 
 MARKER = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
@@ -29,14 +29,20 @@ def load_results(folder: Path, name: str) -> list[dict]:
 def section(folder: Path, name: str, readme: Path) -> str:
     """Table, provenance and pictures of one table, as markdown."""
     runs = load_results(folder, name)
-    text = to_markdown(*merged_table(runs)) + "\n"
+    text = to_markdown(*(summary_table(runs[0]) if name in ("ablations", "heads") else merged_table(runs))) + "\n"
     for run in runs:
         text += (
             f"`{run['command']}`: {run['hardware']['name']}, {run['seconds']:.0f} s for everything, "
             f"{len(run['seeds'])} seeds.\n"
         )
     where = Path(os.path.relpath(folder / name, readme.parent)).as_posix()
-    pictures = ["heatmap-deterministic.png", "heatmap-dependence-0.3.png", "heatmap-dependence-0.8.png", "four-token.png"]
+    pictures = [
+        "heatmap-deterministic.png",
+        "heatmap-dependence-0.3.png",
+        "heatmap-dependence-0.8.png",
+        "four-token.png",
+        "bits.png",
+    ]
     shown = [p for p in pictures if (folder / name / p).exists()]
     return text + "".join(f"\n![{picture.removesuffix('.png')}]({where}/{picture})\n" for picture in shown)
 

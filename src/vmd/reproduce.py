@@ -7,6 +7,7 @@ import json
 import math
 import operator
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ PAPER = {
     ("VMD", "d2", 4, 1): (80.0, 0.268),
 }
 
-TABLES = ("two-token", "four-token", "ablations")
+TABLES = ("two-token", "four-token", "ablations", "heads")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ FULL = {
     "two-token": Budget((0, 1, 2, 3, 4), 100_000, 100_000, (), TWO_TOKEN),
     "four-token": Budget((0, 1, 2, 3, 4), 100_000, 100_000, (), FOUR_TOKEN),
     "ablations": Budget((0, 1, 2, 3, 4), 50_000, 50_000, (), TWO_TOKEN[:-1] + FOUR_TOKEN),  # p = 1 is deterministic
+    "heads": Budget((0, 1, 2, 3, 4), 50_000, 50_000, (), ("deterministic", "dependence-0.3", "d1", "d2")),
 }
 QUICK = {
     "two-token": Budget(
@@ -115,13 +117,16 @@ QUICK = {
     "ablations": Budget(
         (0,), 10_000, 10_000, ("training.steps=400", "training.batch_size=64", "training.ema=0.99"), ("deterministic",)
     ),
+    "heads": Budget(
+        (0,), 10_000, 10_000, ("training.steps=400", "training.batch_size=64", "training.ema=0.99"), ("deterministic",)
+    ),
 }
 
 
 def cells_of(name: str, data: tuple[str, ...], family: str) -> list[Cell]:
-    if name == "ablations":
-        require(family == "ours", f"--preset {family}: expected ours: the ablations have one")
-        return [Cell(system, family, run, objective) for system, objective, run in ablation_runs(data)]
+    if name in ("ablations", "heads"):
+        require(family == "ours", f"--preset {family}: expected ours: {name} has one")
+        return [Cell(system, family, run, objective) for system, objective, run in ablation_runs(name, data)]
     blocks = (2,) if name == "two-token" else (2, 4)
     return [
         Cell("VMD" if latent else "MDM", family, synthetic(d, block, latent=latent, family=family))
@@ -163,7 +168,8 @@ def groups_of(cells: list[Cell]) -> list[list[Cell]]:
 
 def train_group(
     cells: list[Cell], seeds: tuple[int, ...], device: str, on_step: Callable[[int, dict | None], None]
-) -> list[tuple[Cell, int, VMD]]:
+) -> tuple[list[tuple[Cell, int, VMD]], float]:
+    """The models of every cell and seed, and the median milliseconds of a step of all together."""
     members = [(cell, seed) for cell in cells for seed in seeds]
     laws = [law(cell.data) for cell, _ in members]
     run = cells[0].run
@@ -172,8 +178,11 @@ def train_group(
     ensemble = Ensemble(models).to(device)
     weights = torch.tensor([cell.run.objective.kl_weight for cell, _ in members])
     run = replace(run, training=replace(run.training, seed=1_000_003 * seeds[0] + run.training.seed))
-    train(ensemble, StackedLaws(laws), run, kl_weights=weights, on_step=on_step)
-    return [(cell, seed, model.to(device).eval()) for (cell, seed), model in zip(members, ensemble.models(), strict=True)]
+    log = train(ensemble, StackedLaws(laws), run, kl_weights=weights, on_step=on_step)
+    tokens = len(members) * run.training.batch_size * run.model.length
+    pace = 1_000 * tokens / statistics.median(record["tokens_per_second"] for record in log)
+    models = [model.to(device).eval() for model in ensemble.models()]
+    return [(cell, seed, model) for (cell, seed), model in zip(members, models, strict=True)], pace
 
 
 def settings_of(cell: Cell) -> list[dict]:
@@ -323,7 +332,10 @@ def reproduce(
         require_range("--seeds", len(seeds), 1)
         budget = replace(budget, seeds=seeds)
     settings = list(budget.settings)
-    if device == "cuda" and name == "ablations":  # many small groups: compiling each would take longer than training it
+    if device == "cuda" and name in (
+        "ablations",
+        "heads",
+    ):  # many small groups: compiling each would take longer than training it
         settings += ["training.capture=true", "training.precision=tf32"]
     elif device == "cuda":
         settings += ["training.compile=true", f"training.precision={'bf16' if family == 'paper' else 'tf32'}"]
@@ -346,11 +358,12 @@ def reproduce(
             done_before += group[0].run.training.steps
             if signature(group, budget) not in finished:
                 started = time.perf_counter()
-                trained = train_group(group, budget.seeds, device, on_step)
+                trained, pace = train_group(group, budget.seeds, device, on_step)
                 update(done_before, f"{label}: sampling")
-                finished[signature(group, budget)] = evaluate_group(trained, budget) | {
-                    "seconds": time.perf_counter() - started
-                }
+                part = evaluate_group(trained, budget) | {"seconds": time.perf_counter() - started}
+                if group[0].objective:
+                    part["rows"].append(pace_row(group[0], len(trained), pace))
+                finished[signature(group, budget)] = part
                 write_atomically(partial, json.dumps(finished))
             update(done_before, f"{label}: done")
     parts = [finished[signature(group, budget)] for group in groups]
@@ -396,6 +409,13 @@ def evaluate_group(trained: list[tuple[Cell, int, VMD]], budget: Budget) -> dict
         if seed == budget.seeds[0] and pictures:
             heatmaps.setdefault(cell.data, {}).update(pictures)
     return {"rows": rows, "heatmaps": heatmaps}
+
+
+def pace_row(cell: Cell, models: int, pace: float) -> dict:
+    """What a training step of a group costs: the same number of models and sequences in each, so that groups compare."""
+    setting = {"objective": cell.objective, "data": "all", "block": cell.block, "steps": 0, "nfe": 0, "z": "none"}
+    setting |= {"models": models, "batch": cell.run.training.batch_size}
+    return {"system": cell.system, "setting": setting, "metric": "ms_per_step", "value": pace}
 
 
 def truth_table(truth: Law) -> list:

@@ -50,7 +50,8 @@ def printed(rows: list[dict], **wanted) -> str:
 
 def summary_table(results: dict) -> Table:
     """Of one run: see `merged_table`; of the ablations, the certified bits."""
-    return bits_table(results) if results["name"] == "ablations" else merged_table([results])
+    special = {"ablations": bits_table, "heads": heads_table}
+    return special[results["name"]](results) if results["name"] in special else merged_table([results])
 
 
 def merged_table(runs: list[dict]) -> Table:
@@ -101,13 +102,16 @@ def render(results: dict) -> str:
     seeds = len(results["seeds"])
     where = f"{results['hardware']['name']}, {results['seconds']:.0f} s, {seeds} seed{'s' if seeds > 1 else ''}"
     head = f"# {results['name']}\n\n`{results['command']}` ({where})\n\n"
-    if results["name"] == "ablations":
+    if results["name"] in ("ablations", "heads"):
         sections = [f"## {title}\n\n{to_markdown(*table)}" for title, table in ablation_tables(results)]
         return head + "\n".join(sections)
     return head + f"{to_markdown(*summary_table(results))}\n## Every row\n\n{to_markdown(*detail_table(results))}"
 
 
 def ablation_tables(results: dict) -> list[tuple[str, Table]]:
+    if results["name"] == "heads":
+        title = "One step, sample rule: valid sequences and exact KL; milliseconds of a training step of all models"
+        return [(title, heads_table(results)), ("Every row", ablation_rows(results))]
     return [
         ("Certified bits per token, trained on the N-step bound, z fresh", bits_table(results)),
         ("One step, sample rule: valid sequences and exact KL", one_step_table(results)),
@@ -144,7 +148,7 @@ def one_step_table(results: dict) -> Table:
     rows, systems = results["rows"], ablation_systems(results)
     objectives = list(dict.fromkeys(row["setting"]["objective"] for row in rows))
     lines = []
-    for data in dict.fromkeys(row["setting"]["data"] for row in rows):
+    for data in results["entropy"]:
         for objective in objectives[:3]:
             cells = []
             for system in systems:
@@ -154,6 +158,25 @@ def one_step_table(results: dict) -> Table:
                 cells.append(" · ".join(parts if kl is None else [*parts, number(kl["value"], 4, kl["stderr"])]))
             lines.append([data_name(data), objective, *cells])
     return ["data", "trained on", *systems], lines
+
+
+def heads_table(results: dict) -> Table:
+    """A row for each head and number of codes."""
+    rows, data = results["rows"], list(results["entropy"])
+    blocks = sorted({row["setting"]["block"] for row in rows})
+    lines = []
+    for system in ablation_systems(results):
+        cells = []
+        for name in data:
+            here = {"system": system, "data": name, "steps": 1}
+            share, kl = find(rows, metric="accuracy_exact", **here), find(rows, metric="kl_exact", **here)
+            parts = [] if share is None else [number(share["value"], 2, share["stderr"]) + " %"]
+            cells.append(" · ".join(parts if kl is None else [*parts, number(kl["value"], 4, kl["stderr"])]))
+        for block in blocks:
+            pace = find(rows, metric="ms_per_step", system=system, block=block)
+            cells.append("" if pace is None else f"{pace['value']:.1f}")
+        lines.append([system, *cells])
+    return ["head and codes", *map(data_name, data), *(f"{block} tokens, ms" for block in blocks)], lines
 
 
 def objectives_table(results: dict) -> Table:
@@ -185,11 +208,12 @@ def ablation_rows(results: dict) -> Table:
         "accuracy_exact": "accuracy, %, by summation",
         "kl": "KL, nats",
         "kl_exact": "exact KL, nats",
+        "ms_per_step": "milliseconds of a training step of all models",
     }
     lines = []
     for row in results["rows"]:
         s = row["setting"]
-        digits = 2 if row["metric"].startswith("accuracy") else 4
+        digits = 2 if row["metric"].startswith(("accuracy", "ms")) else 4
         values = [s.get(key, "") for key in ("objective", "data", "steps", "nfe", "z", "rule", "order", "iwae", "n")]
         lines.append([row["system"], *map(str, values), names[row["metric"]], number(row["value"], digits, row["stderr"])])
     return headers, lines
