@@ -47,10 +47,13 @@ def load_newest_checkpoint(
     average: dict[str, Tensor] | None,
     optimizer: torch.optim.Optimizer,
     config: dict,
-) -> int:
-    """Restore the newest checkpoint that is whole, and return its step; 0 if the run was stopped before its first one."""
+) -> tuple[int, str]:
+    """Restore the newest checkpoint that is whole; its step and where the run goes on from, in words.
+
+    The step is 0 if the run was stopped before its first checkpoint.
+    """
     if not checkpoint_files(out) and (out / "run.json").exists():
-        return 0
+        return 0, "from the start: the run was stopped before its first checkpoint"
     damaged = []
     for path in reversed(checkpoint_files(out)):
         try:
@@ -64,7 +67,8 @@ def load_newest_checkpoint(
         require(whole, f"{path}: not a vmd checkpoint")
         require_same_config(path, json.loads(metadata["config"]), config)
         restore(path, tensors, parameters, average, optimizer)
-        return int(metadata["step"])
+        told = f"from step {metadata['step']}" + (f"; damaged: {', '.join(damaged)}" if damaged else "")
+        return int(metadata["step"]), told
     what = f"only damaged ones: {', '.join(damaged)}" if damaged else "none found"
     raise InvalidInput(f"{out / 'checkpoints'}: expected a checkpoint to resume from, {what}")
 

@@ -123,7 +123,7 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     from vmd.data import load_data
     from vmd.data.arrays import parse_positions
     from vmd.diagnostics import advice
-    from vmd.files import make_folder
+    from vmd.files import claimed, make_folder
     from vmd.model import VMD
     from vmd.progress import progress_bar
     from vmd.training import check_precision, train
@@ -135,8 +135,9 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     model = VMD(run.model, seed=run.training.seed).to(device)
     make_folder(folder)
     if not resume:  # a new run, in a new folder or by --overwrite
-        for old in run_files(folder):
-            old.unlink(missing_ok=True)
+        with claimed(folder):  # not under the feet of another run
+            for old in run_files(folder):
+                old.unlink(missing_ok=True)
     started = False
     with progress_bar(f"vmd train {run.data.name}", run.training.steps) as update:
 
@@ -148,7 +149,7 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
             text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
             update(done, text)
 
-        log = train(model, data, run, out=folder, resume=resume, on_step=on_step)
+        log = train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say)
     warning = advice(log[-1].get("latent_information"), run.model.latent.kind) if log else None
     if warning is not None:
         say(f"warning: {warning}")
@@ -442,6 +443,10 @@ def main() -> None:
         if type(error).__name__ == "TrainingDiverged":
             say(f"vmd: {error}")
             code = 1
+        elif type(error).__name__ == "Stopped":
+            again = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+            say(f"vmd: {error}; everything is saved; go on with: {shlex.join(['vmd', *again, '--resume'])}")
+            code = 128 + error.number  # type: ignore[attr-defined]
         elif type(error).__name__ == "Abort":
             say("vmd: interrupted")
             code = 130

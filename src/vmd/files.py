@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,24 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         raise InvalidInput(f"{folder}: cannot create the output folder: {error.strerror}") from None
     require(os.access(folder, os.W_OK), f"{folder}: the output folder is not writable")
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Hold a folder for one run. The system lets go of it when the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise InvalidInput(f"{folder}: another run is writing here: wait for it, or use another folder") from None
+    finally:
+        os.close(held)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

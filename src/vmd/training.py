@@ -6,9 +6,11 @@ generator's state.
 
 import json
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import DEAD, code_posterior, diagnose
 from vmd.ensemble import Ensemble
-from vmd.files import make_folder, write_atomically
+from vmd.files import claimed, make_folder, write_atomically
 from vmd.masking import Masks, draw_masks, draw_steps
 from vmd.model import VMD
 from vmd.objective import Loss
@@ -30,6 +32,38 @@ from vmd.objective import Loss
 
 class TrainingDiverged(RuntimeError):
     """The loss is no longer a number."""
+
+
+class Stopped(RuntimeError):
+    """A signal stopped the run, after the current step was finished and saved."""
+
+    def __init__(self, step: int, number: int):
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        self.step, self.number = step, number
+
+
+class StopSignals:
+    """Remembers SIGINT and SIGTERM instead of dying of them; a second one has its usual effect."""
+
+    def __init__(self, active: bool):
+        self.received: int | None = None
+        self.active = active and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> "StopSignals":
+        wanted = (signal.SIGINT, signal.SIGTERM) if self.active else ()
+        self.before = {number: signal.signal(number, self.receive) for number in wanted}
+        return self
+
+    def receive(self, number: int, frame: Any) -> None:
+        self.received = number
+        self.restore()
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
 
 class Batch(NamedTuple):
@@ -247,11 +281,13 @@ def train(
     resume: bool = False,
     kl_weights: Tensor | None = None,
     on_step: Callable[[int, dict | None], None] = lambda step, record: None,
+    on_note: Callable[[str], None] = lambda text: None,
 ) -> list[dict]:
     """Algorithms 1 and 3: train in place and return the log. With `out`, metrics, checkpoints and the model go there.
 
     `kl_weights` (M,) gives each model of an ensemble a KL weight of its own. `on_step(done, record)` is called after
-    every step; the record is None except when a log line was written.
+    every step; the record is None except when a log line was written. `on_note(text)` is told where a resumed run goes on
+    from. With `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step was saved.
     """
     objective, training = config.objective, config.training
     device = next(model.parameters()).device
@@ -264,10 +300,6 @@ def train(
         f"data of length {data.length} with {data.vocab_size} symbols: expected length {model.config.length} "
         f"and at most {model.config.vocab_size} symbols, the model's",
     )
-    if out is not None:
-        make_folder(out)
-        used = (out / "metrics.jsonl").exists() or bool(checkpoint_files(out))
-        require(resume or not used, f"{out} holds a run: resume it, or train into another folder")
     optimizer = make_optimizer(model, training)
     parameters = dict(model.named_parameters())
     average = {name: p.detach().clone() for name, p in parameters.items()} if training.ema else None
@@ -278,49 +310,79 @@ def train(
     take_step = Step(model, config, optimizer, average)
     splits = training.split_codes_every if model.config.latent.kind == "categorical" else 0
 
-    first, log = 0, []
-    if resume:
-        require(out is not None, "resume: expected an output folder to resume from")
-        first = load_newest_checkpoint(Path(out or ""), parameters, average, optimizer, to_dict(config))
-        log = trim_log(Path(out or ""), first)
-    if out is not None:
-        write_atomically(out / "run.json", json.dumps(to_dict(config), indent=2))
-    model.train()
-    started, last_time, last_step = time.perf_counter(), time.perf_counter(), first
-    for step in range(first, training.steps):
-        generator.manual_seed(step_seed(training.seed, step))
-        batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator)
-        loss, norm = take_step(batch, weights * kl_warmup(objective, step), step)
-        if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * training.steps:
-            split_dead_codes(model, batch, generator)
-        done, record = step + 1, None
-        if done % training.log_every == 0 or done == training.steps or done == 1:
-            now = time.perf_counter()
-            tokens = (done - last_step) * batch.x0.numel()
-            record = {"step": done} | {
-                name: float(value.float().mean()) for name, value in [*loss._asdict().items(), ("gradient_norm", norm)]
-            }
-            record |= {"learning_rate": learning_rate(training, step), "tokens_per_second": tokens / (now - last_time)}
-            record |= {"seconds": now - started}
-            if isinstance(model, VMD) and (done % training.checkpoint_every < training.log_every or done == training.steps):
-                record |= latent_record(model, batch, fixed, generator)
-            last_time, last_step = time.perf_counter(), done
-            log.append(record)
-            if not math.isfinite(record["total"]):
-                raise TrainingDiverged(f"the loss is {record['total']} at step {done}: try a lower training.learning_rate")
-            if out is not None:
-                append_line(out / "metrics.jsonl", record)
-        if out is not None and (done % training.checkpoint_every == 0 or done == training.steps):
-            save_checkpoint(out, done, parameters, average, optimizer, to_dict(config))
-        on_step(done, record)
-    if average is not None:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(average[name])
-    model.eval()
-    if out is not None and isinstance(model, VMD):
-        model.save_pretrained(out)
+    with ExitStack() as stack:
+        first, log = 0, []
+        if out is not None:
+            make_folder(out)
+            stack.enter_context(claimed(out))
+            used = (out / "metrics.jsonl").exists() or bool(checkpoint_files(out))
+            require(resume or not used, f"{out} holds a run: resume it, or train into another folder")
+        if resume:
+            require(out is not None, "resume: expected an output folder to resume from")
+            first, told = load_newest_checkpoint(Path(out or ""), parameters, average, optimizer, to_dict(config))
+            on_note(f"resuming {told}")
+            log = trim_log(Path(out or ""), first)
+        if out is not None:
+            write_atomically(out / "run.json", json.dumps(to_dict(config), indent=2))
+        stop = stack.enter_context(StopSignals(out is not None))
+        good = torch.ones((), dtype=torch.bool, device=device)  # read at log lines only: reading waits for the device
+        bad_step = torch.zeros((), dtype=torch.long, device=device)
+        model.train()
+        started, last_time, last_step = time.perf_counter(), time.perf_counter(), first
+        for step in range(first, training.steps):
+            generator.manual_seed(step_seed(training.seed, step))
+            batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator)
+            loss, norm = take_step(batch, weights * kl_warmup(objective, step), step)
+            finite = loss.total.isfinite().all()
+            bad_step = torch.where(good & ~finite, step, bad_step)
+            good = good & finite
+            if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * training.steps:
+                split_dead_codes(model, batch, generator)
+            done, record = step + 1, None
+            saving = out is not None and (
+                done % training.checkpoint_every == 0 or done == training.steps or stop.received is not None
+            )
+            logging = done % training.log_every == 0 or done == training.steps or done == 1
+            if (logging or saving) and not bool(good):
+                raise TrainingDiverged(divergence(int(bad_step), training, out))
+            if logging:
+                now = time.perf_counter()
+                tokens = (done - last_step) * batch.x0.numel()
+                record = {"step": done} | {
+                    name: float(value.float().mean()) for name, value in [*loss._asdict().items(), ("gradient_norm", norm)]
+                }
+                record |= {"learning_rate": learning_rate(training, step), "tokens_per_second": tokens / (now - last_time)}
+                record |= {"seconds": now - started}
+                if isinstance(model, VMD) and (
+                    done % training.checkpoint_every < training.log_every or done == training.steps
+                ):
+                    record |= latent_record(model, batch, fixed, generator)
+                last_time, last_step = time.perf_counter(), done
+                log.append(record)
+                if out is not None:
+                    append_line(out / "metrics.jsonl", record)
+            if saving and out is not None:
+                save_checkpoint(out, done, parameters, average, optimizer, to_dict(config))
+            on_step(done, record)
+            if stop.received is not None and done < training.steps:
+                raise Stopped(done, stop.received)
+        if average is not None:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(average[name])
+        model.eval()
+        if out is not None and isinstance(model, VMD):
+            model.save_pretrained(out)
     return log
+
+
+def divergence(step: int, training: TrainingConfig, out: Path | None) -> str:
+    kept = checkpoint_files(out)[-1:] if out is not None else []
+    last = f"last good checkpoint: {kept[0]}" if kept else "no checkpoint was written"
+    return (
+        f"the loss is no longer a number at step {step + 1} (batch seed {step_seed(training.seed, step)}); {last}; "
+        "try a lower training.learning_rate"
+    )
 
 
 def latent_record(model: VMD, batch: Batch, fixed: Tensor | None, generator: torch.Generator) -> dict:

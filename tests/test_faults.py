@@ -1,0 +1,158 @@
+"""Nothing is lost: killed, stopped, out of disk, out of numbers, or two at once."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from command import ROOT, refused, save_rows, settings, succeeds
+from vmd import files
+from vmd.checkpoints import checkpoint_files
+from vmd.config import InvalidInput
+from vmd.files import claimed, write_atomically
+
+STEPS = 60
+WORDS = settings(
+    f"training.steps={STEPS}",
+    "training.batch_size=8",
+    "training.log_every=1",
+    "training.checkpoint_every=7",
+    "training.ema=0.9",
+    "training.split_codes_every=10",
+    "model.layers=1",
+    "model.width=16",
+    "model.heads=2",
+)
+
+
+def start(folder, out, *words: str) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        "-m",
+        "vmd",
+        "train",
+        "--data",
+        "rows.npy",
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+        *WORDS,
+        *words,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def wait_for_line(out, count: int, process: subprocess.Popen) -> None:
+    """Until the log has so many lines, or the run is over."""
+    log = out / "metrics.jsonl"
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= count):
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    save_rows(folder / "rows.npy")
+    assert start(folder, folder / "run").wait() == 0
+    return load_file(folder / "run" / "model.safetensors")
+
+
+def same(out, expected: dict) -> bool:
+    found = load_file(out / "model.safetensors")
+    return found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(tmp_path, undisturbed):
+    save_rows(tmp_path / "rows.npy")
+    out = tmp_path / "run"
+    for line, more in ((3, ()), (23, ("--resume",)), (41, ("--resume",))):
+        process = start(tmp_path, out, *more)
+        wait_for_line(out, line, process)
+        process.kill()
+        process.communicate()
+        assert not (out / "model.safetensors").exists()
+    finished = start(tmp_path, out, "--resume")
+    _, said = finished.communicate()
+    assert finished.returncode == 0
+    assert "resuming from step " in said
+    assert same(out, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_stopped_run_saves_says_how_to_go_on_and_does(number, tmp_path, undisturbed):
+    save_rows(tmp_path / "rows.npy")
+    out = tmp_path / "run"
+    process = start(tmp_path, out)
+    wait_for_line(out, 9, process)
+    process.send_signal(number)
+    _, said = process.communicate()
+    assert process.returncode == 128 + number
+    last = said.strip().splitlines()[-1]
+    assert last.startswith(f"vmd: stopped by {number.name} after step ")
+    assert last.endswith("--resume")
+    assert "Traceback" not in said
+    step = int(last.split("after step ")[1].split(";")[0])
+    assert checkpoint_files(out)[-1].name == f"step-{step:09d}.safetensors"
+    assert start(tmp_path, out, "--resume").wait() == 0
+    assert same(out, undisturbed)
+
+
+def test_a_damaged_newest_checkpoint_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    succeeds("train", "--data", "rows.npy", "--out", "run", *WORDS)
+    newest = checkpoint_files(tmp_path / "run")[-1]
+    newest.write_bytes(newest.read_bytes()[:-10])
+    done = succeeds("train", "--data", "rows.npy", "--out", "run", *WORDS, "--resume")
+    assert f"damaged: {newest.name}" in done.err
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    (tmp_path / "run").mkdir()
+    with claimed(tmp_path / "run"):
+        for more in ((), ("--overwrite",)):
+            assert "another run is writing here" in refused(
+                "train", "--data", "rows.npy", "--out", "run", *WORDS, *more, folder=tmp_path
+            )
+    with claimed(tmp_path / "run"):  # free again
+        pass
+
+
+def test_a_full_disk_is_one_line_and_the_previous_file_survives(tmp_path, monkeypatch):
+    path = tmp_path / "weights"
+    write_atomically(path, b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(InvalidInput, match="cannot write: No space left on device"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [file.name for file in tmp_path.iterdir()] == ["weights"]
+
+
+def test_a_loss_that_is_no_number_names_step_seed_and_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    from command import vmd
+    from vmd import training
+
+    whole = training.learning_rate
+    monkeypatch.setattr(training, "learning_rate", lambda config, step: float("nan") if step == 30 else whole(config, step))
+    done = vmd("train", "--data", "rows.npy", "--out", "run", *WORDS)
+    assert done.code == 1
+    last = done.err.strip().splitlines()[-1]
+    seed = training.step_seed(0, 31)
+    assert f"no longer a number at step 32 (batch seed {seed}); last good checkpoint: run/checkpoints/step-000000028" in last
