@@ -101,7 +101,7 @@ def test_modules_that_say_so_import_no_torch(module):
 
 def test_help_lists_every_command():
     text = succeeds("--help").out
-    assert set(COMMANDS) == {"reproduce", "train", "sample", "evaluate", "presets", "report"}
+    assert set(COMMANDS) == {"reproduce", "train", "sample", "evaluate", "presets", "plot", "report"}
     assert all(name in text for name in COMMANDS)
 
 
@@ -762,3 +762,34 @@ def test_prompts_are_read_as_ids_or_names():
 def test_tokens_are_shown_as_ids_or_names():
     assert cli.show([0, 2, 1], (), 2) == "0 _ 1"
     assert cli.show([0, 2, 1], ("a", "b"), 2) == "a _ b"
+
+
+# Curves
+
+
+def test_curves_of_runs_are_drawn_over_each_other(trained, poker, here):
+    done = succeeds("plot", trained, poker, "--metric", "total,gradient_norm", "--out", "curves.png")
+    assert lines(done.err) == ["picture: curves.png"]
+    assert (here / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_still_writing_can_be_drawn(run, here):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "tot')
+    succeeds("plot", run, "--against", "seconds", "--out", "curves.png")
+    assert "no such field: nope" in succeeds("plot", run, "--metric", "total,nope").err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("missing", "missing: expected a run folder"),
+        ("rows.npy", "rows.npy: no log lines in it"),
+        ("run --metric nope", "--metric nope: expected fields of the log"),
+        ("run --against time", "--against='time'"),
+        ("run --out curves.pdf", "--out curves.pdf"),
+        ("run --out missing/curves.png", "no such folder missing"),
+    ],
+)
+def test_wrong_curves_are_one_line(words, says, run, here):
+    assert says in refused("plot", *words.split(), folder=here)

@@ -338,6 +338,45 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
 
 
 @app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, as written by `vmd train`, or their metrics.jsonl.")],
+    metric: Annotated[str, typer.Option(help="Fields of the log, as in total,kl.")] = "total,kl,latent_information",
+    out: Annotated[Path, typer.Option(help="Where the picture goes, a .png.")] = Path("curves.png"),
+    against: Annotated[str, typer.Option(help="step or seconds.")] = "step",
+) -> None:
+    """Draw the training curves of runs over each other."""
+    from vmd.figures import draw_curves
+
+    require_choice("--against", against, ("step", "seconds"))
+    require(out.suffix == ".png", f"--out {out}: expected a path ending in .png")
+    require(out.parent.is_dir(), f"--out {out}: no such folder {out.parent}")
+    logs = {str(run): read_log(run) for run in runs}
+    wanted = [name.strip() for name in metric.split(",") if name.strip()]
+    known = sorted({key for log in logs.values() for record in log for key in record})
+    shown = [name for name in wanted if name in known]
+    require(bool(shown), f"--metric {metric}: expected fields of the log: {', '.join(known)}")
+    draw_curves(logs, shown, against, out)
+    missing = [name for name in wanted if name not in known]
+    say(f"picture: {out}" + (f" (no such field: {', '.join(missing)})" if missing else ""))
+
+
+def read_log(run: Path) -> list[dict]:
+    """The records of a run, less a last line that is still being written."""
+    path = run / "metrics.jsonl" if run.is_dir() else run
+    require(path.is_file(), f"{run}: expected a run folder with metrics.jsonl")
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            records.append(record)
+    require(bool(records), f"{path}: no log lines in it: expected the log of `vmd train`")
+    return records
+
+
+@app.command()
 def report(
     readme: Annotated[Path, typer.Option(help="The file whose marked sections are rewritten.")] = Path("README.md"),
     results: Annotated[Path, typer.Option(help="The results folder.")] = Path("results"),

@@ -158,6 +158,41 @@ def draw_scores(rows: list[dict], entropy: float | None, carried: Any, kind: str
     return path
 
 
+CURVE_NAMES = {
+    "total": "loss, nats per token",
+    "reconstruction": "reconstruction, nats per token",
+    "kl": "KL, nats per token",
+    "latent_information": "I(x; z), nats per block",
+    "latent_kl": "KL of the first step, nats per block",
+    "tokens_per_second": "tokens per second",
+}
+
+
+def draw_curves(logs: dict[str, list[dict]], metrics: list[str], against: str, path: Path) -> Path:
+    """One panel for each metric, one line for each run."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(metrics), figsize=(4.6 * len(metrics), 3.6), layout="constrained", squeeze=False)
+    for axis, metric in zip(axes[0], metrics, strict=True):
+        settled: list[float] = []  # the first steps would dwarf the rest
+        for number, (name, log) in enumerate(logs.items()):
+            points = [(record[against], record[metric]) for record in log if metric in record and against in record]
+            if points:
+                x, y = zip(*points, strict=True)
+                settled += y[1 + len(y) // 20 :] or y
+                mark = "o" if len(points) < 3 else None
+                axis.plot(x, y, label=name, color=SHADES[number % len(SHADES)], marker=mark, linewidth=1.3)
+        if settled:
+            low, high = min(settled), max(settled)
+            axis.set_ylim(low - 0.08 * (high - low or 1), high + 0.08 * (high - low or 1))
+        axis.set_xlabel(against)
+        axis.set_title(CURVE_NAMES.get(metric, metric), fontsize=10)
+        axis.grid(color=GRID)
+    axes[0, 0].legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
 def caption(results: dict, data: str, key: str) -> str:
     if key == "truth":
         return ""

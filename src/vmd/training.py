@@ -353,9 +353,8 @@ def train(
                 }
                 record |= {"learning_rate": learning_rate(training, step), "tokens_per_second": tokens / (now - last_time)}
                 record |= {"seconds": now - started}
-                if isinstance(model, VMD) and (
-                    done % training.checkpoint_every < training.log_every or done == training.steps
-                ):
+                every = max(training.log_every, training.steps // 20)  # some twenty times in a run
+                if isinstance(model, VMD) and (done % every < training.log_every or done == training.steps):
                     record |= latent_record(model, batch, fixed, generator)
                 last_time, last_step = time.perf_counter(), done
                 log.append(record)
