@@ -15,7 +15,7 @@ SYSTEMS = {
     "no z": ("model.latent.kind=none",),
     "Gaussian": (),
     "Gaussian, learned prior": ("model.latent.prior=learned",),
-    "categorical": ("model.latent.kind=categorical", "training.split_codes_every=100"),
+    "categorical": ("model.latent.kind=categorical",),
     "Gaussian, importance-weighted": ("objective.samples=32", "training.batch_size=128"),
 }
 HEADS = {
@@ -26,7 +26,7 @@ HEADS = {
         "bilinear, rank 4": ("model.latent.head_dim=4",),
         "additive": ("model.latent.head=additive",),
         "bilinear and last layer": ("model.latent.code_layers=1",),
-        "bilinear, splitting": ("training.split_codes_every=100",),
+        "bilinear, no splitting": ("training.split_codes_every=0",),
     }.items()
     for codes in (16, 64, 256)
 }
