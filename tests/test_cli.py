@@ -793,3 +793,30 @@ def test_a_run_that_is_still_writing_can_be_drawn(run, here):
 )
 def test_wrong_curves_are_one_line(words, says, run, here):
     assert says in refused("plot", *words.split(), folder=here)
+
+
+def test_a_refused_overwrite_leaves_the_old_run_alone(run, here):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for words in ("objective.kl_weight=0.5", "objective.masking=steps objective.steps=9", "objective.steps=2"):
+        refused("train", "--data", "rows.npy", "--out", "run", "--overwrite", *TINY, *settings(*words.split()), folder=here)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    refused("train", "--data", "rows.npy", "--out", "new", *TINY, *settings("objective.kl_weight=0.5"), folder=here)
+    assert not (here / "new").exists()
+
+
+def test_what_was_given_in_training_is_given_in_evaluation(here):
+    succeeds("train", "--data", "rows.npy", "--out", "run", *TINY, *settings("data.fixed=0:2"))
+    told = succeeds("evaluate", "run", "--data", "rows.npy", "--rows", "20")
+    assert "positions 0:2 are given" in told.err
+    same = succeeds("evaluate", "run", "--data", "rows.npy", "--rows", "20", "--fixed", "0:2")
+    other = succeeds("evaluate", "run", "--data", "rows.npy", "--rows", "20", "--fixed", "")
+    assert told.out == same.out != other.out
+    assert "positions 0:2 given" in succeeds("sample", "run", "-n", "1").err
+    assert "--fixed='9'" in refused("evaluate", "run", "--data", "rows.npy", "--fixed", "9", folder=here)
+
+
+@pytest.mark.parametrize("words", ["--json scores.png", "--json folder", "--plot folder.png", "--json folder.json"])
+def test_places_that_cannot_hold_scores_are_refused_at_once(words, run, here):
+    for name in ("folder", "folder.png", "folder.json"):
+        (here / name).mkdir()
+    assert words.split()[0] in refused("evaluate", run, "--data", "rows.npy", *words.split(), folder=here)

@@ -232,6 +232,14 @@ def test_several_numbers_of_steps_are_read():
     assert override_all(RunConfig(), ["objective.steps=1,2,4"]).objective.steps == (1, 2, 4)
 
 
+def test_settings_that_would_do_nothing_are_refused():
+    for fields in ({"kind": "categorical", "prior": "learned"}, {"head": "additive", "head_dim": 8}):
+        with pytest.raises(InvalidInput, match=r"model.latent.\w+=(learned|8): expected"):
+            LatentConfig(**fields)
+    with pytest.raises(InvalidInput, match=r"objective.samples=8: expected 1 without a latent"):
+        ObjectiveConfig(samples=8).check(tiny_config(4, 2))
+
+
 @pytest.mark.parametrize("fields", [{"kl_weight": 0.5}, {"kl_warmup_steps": 3}, {"free_bits": 0.1}], ids=str)
 def test_importance_weights_have_no_kl_to_weigh(fields):
     ObjectiveConfig(**fields)
@@ -253,7 +261,9 @@ def test_codes_have_no_kl_to_weigh(fields):
 def test_steps_above_the_block_size_are_refused_where_they_are_used():
     for z_config in (latent(), codes()):
         ObjectiveConfig(masking="steps", steps=(1, 2)).check(tiny_config(4, 2, z=z_config))
-        ObjectiveConfig(masking="counts", steps=(3,)).check(tiny_config(4, 2, z=z_config))
+        for unused in ({"steps": (1, 2)}, {"z": "once"}):
+            with pytest.raises(InvalidInput, match=r"expected only with objective.masking=steps"):
+                ObjectiveConfig(**unused).check(tiny_config(4, 2, z=z_config))
         with pytest.raises(InvalidInput, match=r"objective.steps=3: expected 1 to 2"):
             ObjectiveConfig(masking="steps", steps=(1, 3)).check(tiny_config(4, 2, z=z_config))
 

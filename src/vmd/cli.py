@@ -123,6 +123,7 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     from vmd.data import load_data
     from vmd.data.arrays import parse_positions
     from vmd.diagnostics import advice
+    from vmd.evaluation import diagnose_model
     from vmd.files import claimed, make_folder
     from vmd.model import VMD
     from vmd.progress import progress_bar
@@ -132,6 +133,7 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
     parse_positions(run.data.fixed, data.length)
     check_precision(run.training, device)
+    run.objective.check(run.model)
     model = VMD(run.model, seed=run.training.seed).to(device)
     make_folder(folder)
     if not resume:  # a new run, in a new folder or by --overwrite
@@ -149,8 +151,9 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
             text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
             update(done, text)
 
-        log = train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say)
-    warning = advice(log[-1].get("latent_information"), run.model.latent.kind) if log else None
+        train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say)
+    carried = diagnose_model(model, data, fixed=run.data.fixed)
+    warning = None if carried is None else advice(carried.information, run.model.latent.kind)
     if warning is not None:
         say(f"warning: {warning}")
     say(f"model: {folder}")
@@ -190,6 +193,8 @@ def sample(
     deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
     if prompt is not None and deaf:
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
+    if prompt is None and trained_fixed(Path(model)):
+        say(f"note: this model was trained with positions {trained_fixed(Path(model))} given; use --prompt to give them")
     row = [-1] * config.length if prompt is None else parse_prompt(prompt, config.length, config.vocab_size, config.symbols)
     if out is not None:
         check_array_path(out)
@@ -224,11 +229,15 @@ def evaluate(
     data: Annotated[str, typer.Option(help="A named data set or an .npy array of integers.")],
     steps: Annotated[str, typer.Option(help="Steps per block, as in 1,2.")] = "1",
     order: Annotated[str, typer.Option(help="Of samples: random, prob, margin or entropy. Bounds are for random.")] = "prob",
-    z: Annotated[str, typer.Option(help="once or fresh.")] = "once",
+    z: Annotated[
+        str, typer.Option(help="once or fresh. A bound for once takes N passes a row, for fresh at most 8.")
+    ] = "once",
     iwae: Annotated[str, typer.Option(help="Samples of z in the bounds of a Gaussian latent, as in 1,16.")] = "1,16",
-    n: Annotated[int, typer.Option("-n", "--n", help="Samples drawn, and rows scored by the objective.")] = 20_000,
-    rows: Annotated[int, typer.Option(help="Rows scored by the certified bounds.")] = 2_000,
-    fixed: Annotated[str, typer.Option(help="Positions always given, as in training's data.fixed.")] = "",
+    n: Annotated[int, typer.Option("-n", "--n", help="Samples drawn of data whose law is known.")] = 20_000,
+    rows: Annotated[int, typer.Option(help="Rows scored.")] = 2_000,
+    fixed: Annotated[
+        str | None, typer.Option(help="Positions always given, as in 0:4. [default: as in the model's training]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of masks and samples.")] = 0,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Also write the rows as JSON, and a plot beside it.")
@@ -254,15 +263,22 @@ def evaluate(
     counts, draws = parse_counts("--steps", steps), parse_counts("--iwae", iwae)
     if json_out is not None:
         require(json_out.parent.is_dir(), f"--json {json_out}: no such folder {json_out.parent}")
+        require(json_out.suffix == ".json", f"--json {json_out}: expected a path ending in .json")
+        require(not json_out.is_dir(), f"--json {json_out}: expected a file, found a folder")
         plot = plot or json_out.with_suffix(".png")
     if plot is not None:
         from vmd.figures import pyplot
 
         require(plot.suffix == ".png", f"--plot {plot}: expected a path ending in .png")
         require(plot.parent.is_dir(), f"--plot {plot}: no such folder {plot.parent}")
+        require(not plot.is_dir(), f"--plot {plot}: expected a file, found a folder")
         pyplot()
     loaded = VMD.from_pretrained(model, device=pick_device(device))
     loaded_data = load_data(data)
+    if fixed is None:
+        fixed = trained_fixed(Path(model))
+        if fixed:
+            say(f"positions {fixed} are given, as in training; --fixed says otherwise")
     with progress_bar(f"vmd evaluate {model}, percent", 100) as update:
         scores = evaluate_model(
             loaded,
@@ -278,13 +294,15 @@ def evaluate(
             on_part=lambda done, total: update(100 * done // total, f"part {min(done + 1, total)} of {total}"),
         )
     carried = diagnose_model(loaded, loaded_data, seed, fixed)
-    entropy = loaded_data.entropy / (loaded_data.length * math.log(2)) if isinstance(loaded_data, Law) else None
+    entropy = None
+    if isinstance(loaded_data, Law) and not fixed:
+        entropy = loaded_data.entropy / (loaded_data.length * math.log(2))
     headers = ["metric", "value", "setting"]
     lines = [
         [row["metric"], f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"), row["about"]]
         for row in scores
     ]
-    if entropy is not None and not fixed:
+    if entropy is not None:
         lines.insert(0, ["entropy of the data, bits per token", f"{entropy:.4f}", "no certified figure can be below it"])
     print_table(headers, lines)
     if carried is not None:
@@ -301,7 +319,8 @@ def evaluate(
     if plot is not None:
         from vmd.figures import draw_scores
 
-        draw_scores(scores, entropy if not fixed else None, carried, loaded.config.latent.kind, plot)
+        title = f"{model} on {data}" + (f", z {z}" if loaded.config.has_latent else "")
+        draw_scores(scores, entropy, carried, loaded.config.latent.kind, title, plot)
         say(f"picture: {plot}")
 
 
@@ -310,7 +329,18 @@ def parse_counts(option: str, text: str) -> list[int]:
     for part in text.split(","):
         require(part.strip().isdecimal() and int(part) >= 1, f"{option} {text!r}: expected counts such as 1,2,4")
         counts.append(int(part))
-    return counts
+    return list(dict.fromkeys(counts))
+
+
+def trained_fixed(folder: Path) -> str:
+    """The positions that were always given when the model was trained, if its run says so."""
+    from vmd.files import read_json
+
+    path = folder / "run.json"
+    run = read_json(path) if path.is_file() else {}
+    data = run.get("data") if isinstance(run, dict) else None
+    found = data.get("fixed") if isinstance(data, dict) else None
+    return found if isinstance(found, str) else ""
 
 
 @app.command()
@@ -481,6 +511,9 @@ def main() -> None:
     except Exception as error:
         if type(error).__name__ == "TrainingDiverged":
             say(f"vmd: {error}")
+            code = 1
+        elif type(error).__name__ == "OutOfMemoryError":
+            say("vmd: out of memory: try a smaller training.batch_size, --rows or model.latent.code_chunk")
             code = 1
         elif type(error).__name__ == "Stopped":
             again = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]

@@ -49,7 +49,7 @@ class LatentConfig:
     head: Literal["bilinear", "additive"] = "bilinear"  # how the code enters the output layer
     head_dim: int = 0  # rank of the bilinear head; 0: the width
     code_layers: int = 0  # the code also modulates the last layers, this many: better, at their cost for every code
-    code_chunk: int = 0  # codes scored at a time, to bound memory; 0: all
+    code_chunk: int = 0  # codes scored at a time, to bound memory; 0: as many as fit a fixed budget
 
     def __post_init__(self) -> None:
         require_literals("model.latent", self)
@@ -60,6 +60,14 @@ class LatentConfig:
         require_range("model.latent.head_dim", self.head_dim, 0, 65_536)
         require_range("model.latent.code_layers", self.code_layers, 0, 1_000)
         require_range("model.latent.code_chunk", self.code_chunk, 0)
+        require(
+            not (self.kind == "categorical" and self.prior == "learned"),
+            "model.latent.prior=learned: expected normal with a categorical latent, whose prior is learned anyway",
+        )
+        require(
+            not (self.head == "additive" and self.head_dim),
+            f"model.latent.head_dim={self.head_dim}: expected 0 with head=additive, which has no rank",
+        )
         require(
             not (self.kind == "categorical" and self.on_clean),
             "model.latent.on_clean=true: expected false with a categorical latent, whose codes are summed block by block",
@@ -167,10 +175,18 @@ class ObjectiveConfig:
         )
 
     def check(self, model: ModelConfig) -> None:
-        """What depends on the model."""
+        """What depends on the model, or on several fields."""
+        if self.masking != "steps":
+            shown = ",".join(map(str, self.steps))
+            require(self.steps == (1,), f"objective.steps={shown}: expected only with objective.masking=steps")
+            require(self.z == "fresh", f"objective.z={self.z}: expected only with objective.masking=steps")
         require(
             self.masking != "steps" or max(self.steps) <= model.block_size,
             f"objective.steps={max(self.steps)}: expected 1 to {model.block_size}, the block size",
+        )
+        require(
+            self.samples == 1 or model.has_latent,
+            f"objective.samples={self.samples}: expected 1 without a latent: there is no z to draw",
         )
         if model.latent.kind == "categorical":
             for name, plain in (("kl_weight", 1), ("samples", 1), ("kl_warmup_steps", 0), ("free_bits", 0)):

@@ -18,8 +18,12 @@ class Diagnostics(NamedTuple):
     """All in nats. `spread` is the KL of each dimension of a Gaussian, or the share of blocks that use each code."""
 
     kl: float  # KL(posterior || prior) per block
-    information: float  # I(x; z) per block, estimated within the batch: at most the log of its rows
-    marginal_gap: float  # KL(mean posterior || prior): what of the KL tells nothing about x
+    information: (
+        float  # what z tells of x: I(x; z) per block within the batch (at most the log of its rows), or the KL if less
+    )
+    marginal_gap: (
+        float | None
+    )  # KL(mean posterior || prior): what of the KL tells nothing of x; None if priors differ by row
     nll_gap: float  # nats per token that a z of the prior costs more than one of the posterior
     active: int  # dimensions whose posterior mean varies over the data, or codes that are used
     size: int  # dimensions or codes in all
@@ -30,16 +34,18 @@ class Diagnostics(NamedTuple):
 def diagnose(
     model: VMD, x0: Tensor, *, fixed: Tensor | None = None, generator: torch.Generator | None = None
 ) -> Diagnostics | None:
-    """None for a model without latent."""
+    """None for a model without latent. Blocks that are given whole have no z to speak of and are left out."""
     config = model.config
     if not config.has_latent:
         return None
     mask = torch.ones_like(x0, dtype=torch.bool) if fixed is None else (~fixed).expand_as(x0)
-    masks = Masks(mask, mask, torch.ones(len(x0), config.blocks, device=x0.device))
-    scored = mask.unflatten(-1, (config.blocks, -1)).any(-1)  # blocks that are all given have no z to speak of
     tokens = int(mask.sum())
+    learned = config.latent.kind == "categorical" or config.latent.prior == "learned"
+    one_prior = not learned or (config.blocks == 1 and fixed is None)  # the same for every row
     if config.latent.kind == "categorical":
-        return diagnose_codes(model, x0, masks, scored, tokens)
+        return diagnose_codes(model, x0, fixed, tokens, one_prior)
+    masks = Masks(mask, mask, torch.ones(len(x0), config.blocks, device=x0.device))
+    scored = mask.unflatten(-1, (config.blocks, -1)).any(-1)
     posterior, prior = infer(model.encode, model.gaussian_prior, x0, masks, model.mask_id)
     shift = (posterior.mean - prior.mean) * (-prior.log_std).exp()
     log_ratio = posterior.log_std - prior.log_std
@@ -49,14 +55,14 @@ def diagnose(
     # log q(z_i | x_i) against log of the mean over rows j of q(z_i | x_j), block by block
     pairs = torch.stack([posterior.log_prob(z[i]) for i in range(len(z))])  # (B, B, blocks): z_i under x_j
     own = posterior.log_prob(z)
-    information = (own - (pairs.logsumexp(1) - math.log(len(z))))[scored].mean()
-    kl = per_dimension.sum(-1)[scored].mean()
+    information = float((own - (pairs.logsumexp(1) - math.log(len(z))))[scored].mean())
+    kl = float(per_dimension.sum(-1)[scored].mean())
     nlls = [targets_nll(model.denoise, x0, masks, model.mask_id, some) for some in (z, prior.draw(noise))]
-    variance = posterior.mean.var(0).mean(0) if len(x0) > 1 else torch.zeros(config.latent.dim)
+    variance = posterior.mean.var(0)[scored.any(0)].mean(0) if len(x0) > 1 else torch.zeros(config.latent.dim)
     return Diagnostics(
-        float(kl),
-        max(0.0, float(information)),
-        float(kl - information),
+        kl,
+        max(0.0, min(information, kl)),
+        kl - information if one_prior else None,
         float((nlls[1] - nlls[0]).sum() / tokens),
         int((variance > 0.01).sum()),
         config.latent.dim,
@@ -64,18 +70,20 @@ def diagnose(
     )
 
 
-def diagnose_codes(model: VMD, x0: Tensor, masks: Masks, scored: Tensor, tokens: int) -> Diagnostics:
-    """The posterior over codes is known: its mean is the usage, and entropies give the information."""
-    log_prior, log_likelihood = code_terms(model.codes, x0, masks, model.mask_id)
-    posterior = (log_prior + log_likelihood).softmax(-1)
-    usage = posterior[scored].mean(0)
-    kl = (posterior * ((posterior + 1e-30).log() - log_prior)).sum(-1)[scored].mean()
-    information = torch.special.entr(usage).sum() - torch.special.entr(posterior).sum(-1)[scored].mean()
-    expected = [-(weights * log_likelihood).sum(-1).sum() for weights in (posterior, log_prior.exp())]
+def diagnose_codes(model: VMD, x0: Tensor, fixed: Tensor | None, tokens: int, one_prior: bool) -> Diagnostics:
+    """The posterior over codes is known: entropies of it and of its mean, block by block, give the information."""
+    posterior, log_prior, log_likelihood = code_posterior(model, x0, fixed)  # (rows and blocks, K) each
+    blocks = len(posterior) // len(x0)
+    usage_by_block = posterior.unflatten(0, (len(x0), blocks)).mean(0)  # (blocks, K)
+    kl = float((posterior * ((posterior + 1e-30).log() - log_prior)).sum(-1).mean())
+    own = torch.special.entr(posterior).sum(-1).mean()
+    information = float(torch.special.entr(usage_by_block).sum(-1).mean() - own)
+    expected = [-(weights * log_likelihood).sum() for weights in (posterior, log_prior.exp())]
+    usage = usage_by_block.mean(0)
     return Diagnostics(
-        float(kl),
-        max(0.0, float(information)),
-        float(kl - information),
+        kl,
+        max(0.0, min(information, kl)),
+        kl - information if one_prior else None,
         float((expected[1] - expected[0]) / tokens),
         int((usage >= DEAD / len(usage)).sum()),
         len(usage),
@@ -83,12 +91,18 @@ def diagnose_codes(model: VMD, x0: Tensor, masks: Masks, scored: Tensor, tokens:
     )
 
 
-def code_posterior(model: VMD, x0: Tensor) -> tuple[Tensor, Tensor]:
-    """Posterior and log-likelihood of every code at the first step of every block, (B, blocks, K) each."""
-    mask = torch.ones_like(x0, dtype=torch.bool)
-    masks = Masks(mask, mask, torch.ones(len(x0), model.config.blocks, device=x0.device))
+def code_posterior(model: VMD, x0: Tensor, fixed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Posterior, log-prior and log-likelihood of every code at the first step of every block that is not given whole.
+
+    Each is (B * blocks, K), the blocks of a row beside each other.
+    """
+    config = model.config
+    mask = torch.ones_like(x0, dtype=torch.bool) if fixed is None else (~fixed).expand_as(x0)
+    masks = Masks(mask, mask, torch.ones(len(x0), config.blocks, device=x0.device))
     log_prior, log_likelihood = code_terms(model.codes, x0, masks, model.mask_id)
-    return (log_prior + log_likelihood).softmax(-1), log_likelihood
+    kept = mask[0].unflatten(-1, (config.blocks, -1)).any(-1)  # positions are given in all rows alike
+    log_prior, log_likelihood = log_prior[:, kept].flatten(0, 1), log_likelihood[:, kept].flatten(0, 1)
+    return (log_prior + log_likelihood).softmax(-1), log_prior, log_likelihood
 
 
 def advice(information: float | None, kind: str) -> str | None:
@@ -96,7 +110,7 @@ def advice(information: float | None, kind: str) -> str | None:
     if information is None or information >= COLLAPSED:
         return None
     if kind == "categorical":
-        tries = "try more model.latent.codes or another training.seed"
+        tries = "try more model.latent.codes, training.split_codes_every or another training.seed"
     else:
         tries = (
             "try a smaller objective.kl_weight, objective.free_bits, objective.samples=16 or model.latent.kind=categorical"
@@ -109,7 +123,8 @@ def advice(information: float | None, kind: str) -> str | None:
 
 def describe(found: Diagnostics, kind: str) -> str:
     unit = "codes used" if kind == "categorical" else "dimensions active"
+    gap = "" if found.marginal_gap is None else f", mean posterior to prior {found.marginal_gap:.3f}"
     return (
-        f"z: KL {found.kl:.3f}, I(x; z) {found.information:.3f}, mean posterior to prior {found.marginal_gap:.3f} nats per "
-        f"block; {found.active} of {found.size} {unit}; tokens cost {found.nll_gap:.3f} nats more under a z of the prior"
+        f"z: KL {found.kl:.3f}, I(x; z) {found.information:.3f}{gap} nats per block; {found.active} of {found.size} {unit}; "
+        f"tokens cost {found.nll_gap:.3f} nats more under a z of the prior"
     )

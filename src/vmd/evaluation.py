@@ -15,10 +15,17 @@ from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits,
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
+from vmd.network import ELEMENTS
 from vmd.sampling import RULES, check_settings
 
 CERTIFIED = "certified bits per token"
-CHUNK = {"cuda": 65_536, "cpu": 4_096}  # rows of a network pass; fewer with codes, whose scores multiply a row
+
+
+def rows_per_pass(model: VMD) -> int:
+    """So that no activation of a pass over doubled sequences has more elements than the device's budget."""
+    c = model.config
+    widest = 2 * c.length * max(c.vocab_size, 3 * c.width, c.mlp_ratio * c.width)
+    return max(1, min(65_536, ELEMENTS[model.device.type] // widest))
 
 
 @torch.no_grad()
@@ -51,14 +58,14 @@ def evaluate_model(
         check_settings(config, count, order, "sample", z, 1.0, 1.0)
         for samples in draws_of_z:
             check(config, count, z, samples)
-    given = parse_positions(fixed, config.length)
+    given = parse_positions(fixed, config.length, "--fixed")
     parts: list[Callable[[], list[dict]]] = []
     for count in steps:
         for samples in draws_of_z:
             parts.append(partial(certified_row, model, data, count, z, samples, rows_scored, seed, given))
         if order != "random" and not config.has_latent and given is None:
             parts.append(partial(confidence_row, model, data, count, order, rows_scored, seed))
-    parts.append(partial(objective_rows, model, data, n, seed, given))
+    parts.append(partial(objective_rows, model, data, n if isinstance(data, Law) else rows_scored, seed, given))
     if isinstance(data, Law):
         for count in steps:
             parts.append(partial(sample_rows, model, data, count, order, z, n, seed, given))
@@ -96,7 +103,7 @@ def certified_row(
     """An upper bound on the bits of the sampler of that many steps in random order."""
     config = model.config
     generator = torch.Generator(model.device).manual_seed(seed)
-    chunk = CHUNK[model.device.type] // (16 if config.latent.kind == "categorical" else 1)
+    chunk = rows_per_pass(model)
     fixed = None if given is None else given.to(model.device)
 
     def score(x0: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ def certified_row(
 
 def confidence_row(model: VMD, data: Law | ArrayData, steps: int, order: str, rows_scored: int, seed: int) -> list[dict]:
     """Without z the order is a function of the tokens, and the likelihood of confidence orders is exact."""
-    chunk = CHUNK[model.device.type]
+    chunk = rows_per_pass(model)
     bits, over = scored_bits(
         model, data, lambda x0: confidence_order_nll(model, x0, steps, order, chunk=chunk), rows_scored, seed, None
     )
@@ -140,9 +147,8 @@ def sample_rows(
         rows.append(row("KL(data || samples), nats", kl_to(data, empirical(drawn.tokens, data)), None, about))
     if steps == 1 and given is None:
         exact = kl_to(data, one_step_probabilities(model, data.sequences, n, generator=generator))
-        over = {"gaussian": f", {n} latents", "categorical": ", summed over codes", "none": ""}[config.latent.kind]
-        name = "KL(data || model), nats, by integration over z"
-        rows.append(row(name, exact, None, f"rule sample, 1 step per block{over}"))
+        over = {"gaussian": f", integrated over {n} z", "categorical": ", summed over codes", "none": ", exact"}
+        rows.append(row("KL(data || model), nats", exact, None, f"rule sample, 1 step per block{over[config.latent.kind]}"))
     return rows
 
 
@@ -154,7 +160,7 @@ def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: 
     fixed = None if fixed is None else fixed.to(device)
     maskable = config.length - (0 if fixed is None else int(fixed.sum()))
     parts: dict[str, list[Tensor]] = {"total": [], "reconstruction": [], "kl": []}
-    for chunk in x0.split(8_192 // (16 if config.latent.kind == "categorical" else 1)):
+    for chunk in x0.split(min(8_192, rows_per_pass(model))):
         masks = draw_masks(chunk, config.block_size, fixed=fixed, generator=generator)
         shape = model.latent_shape(len(chunk))
         noise = None if shape is None else torch.randn(shape, generator=generator, device=device)
@@ -178,7 +184,8 @@ def diagnose_model(model: VMD, data: Law | ArrayData, seed: int = 0, fixed: str 
     given = parse_positions(fixed, model.config.length)
     given = None if given is None else given.to(model.device)
     generator = torch.Generator(model.device).manual_seed(seed)
-    return diagnose(model, draw_rows(data, rows, seed, model.device), fixed=given, generator=generator)
+    x0 = draw_rows(data, min(rows, rows_per_pass(model)), seed, model.device)
+    return diagnose(model, x0, fixed=given, generator=generator)
 
 
 def per_block(steps: int) -> str:

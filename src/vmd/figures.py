@@ -1,10 +1,12 @@
 """Pictures of results. Needs matplotlib (`pip install vmd[plots]`)."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 from vmd.config import InvalidInput
+from vmd.files import write_atomically
 from vmd.report import read_results
 from vmd.tables import best_bits, data_name, find, sorted_places
 
@@ -23,6 +25,14 @@ def pyplot():
 
     plt.rcParams.update({"font.size": 10, "axes.edgecolor": INK, "axes.spines.top": False, "axes.spines.right": False})
     return plt
+
+
+def save(figure: Any, path: Path) -> Path:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=130, format="png")
+    pyplot().close(figure)
+    write_atomically(path, buffer.getvalue())
+    return path
 
 
 def draw_figures(folder: Path) -> list[Path]:
@@ -60,9 +70,7 @@ def draw_heatmaps(data: str, tables: dict, results: dict, path: Path) -> Path:
     axes[0].set_ylabel("first token")
     figure.colorbar(image, ax=axes, shrink=0.85, label="probability")
     figure.suptitle(f"{data_name(data)}: both tokens in one step", fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    return save(figure, path)
 
 
 LATENT_COLOURS = {
@@ -114,12 +122,10 @@ def draw_bits(results: dict, path: Path) -> Path:
         axis.set_ylabel("bits per token")
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, ncols=min(4, len(labels)), loc="outside upper center")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    return save(figure, path)
 
 
-def draw_scores(rows: list[dict], entropy: float | None, carried: Any, kind: str, path: Path) -> Path:
+def draw_scores(rows: list[dict], entropy: float | None, carried: Any, kind: str, title: str, path: Path) -> Path:
     """Certified bits against steps per block, and what the latent carries beside it."""
     plt = pyplot()
     panels = 1 if carried is None else 2
@@ -141,9 +147,10 @@ def draw_scores(rows: list[dict], entropy: float | None, carried: Any, kind: str
     axis.minorticks_off()
     axis.set_xlabel("steps per block")
     axis.set_ylabel("certified bits per token")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.2 * max([entropy or 0.0, *(row["value"] for row in rows if "steps" in row)]))
     axis.grid(axis="y", color=GRID)
     axis.legend(frameon=False)
+    figure.suptitle(title, fontsize=10)
     if carried is not None:
         axis = axes[0, 1]
         spread = sorted(carried.spread, reverse=True)
@@ -153,9 +160,7 @@ def draw_scores(rows: list[dict], entropy: float | None, carried: Any, kind: str
         axis.set_ylabel("share of blocks" if codes else "KL, nats per block")
         what = "codes used" if codes else "dimensions active"
         axis.set_title(f"{carried.active} of {carried.size} {what}, I(x; z) = {carried.information:.2f} nats", fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    return save(figure, path)
 
 
 CURVE_NAMES = {
@@ -188,9 +193,7 @@ def draw_curves(logs: dict[str, list[dict]], metrics: list[str], against: str, p
         axis.set_title(CURVE_NAMES.get(metric, metric), fontsize=10)
         axis.grid(color=GRID)
     axes[0, 0].legend(frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    return save(figure, path)
 
 
 def caption(results: dict, data: str, key: str) -> str:
@@ -228,6 +231,4 @@ def draw_bars(results: dict, path: Path) -> Path:
     axis.grid(axis="y", color=GRID)
     axis.set_axisbelow(True)
     axis.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    return save(figure, path)

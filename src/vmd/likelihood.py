@@ -16,7 +16,7 @@ from torch import Tensor
 from vmd.config import InvalidInput, ModelConfig, require, require_choice
 from vmd.latent import Gaussian
 from vmd.masking import Masks, apply_mask, draw_steps
-from vmd.objective import Codes, code_terms, importance_terms, infer, targets_nll, token_nll
+from vmd.objective import Codes, code_terms, importance_terms, infer, targets_nll
 from vmd.sampling import ORDERS, confidence, first_by, reveal_counts
 
 STEPS_SCORED = 8  # of a sampler with many steps, the bound scores this many, drawn without bias
@@ -160,7 +160,8 @@ def confidence_order_nll(model: Scorable, x0: Tensor, steps: int, order: str, *,
             score = confidence(logits.double().softmax(-1), order).masked_fill(~masked, -torch.inf)
             first = first_by(score.unflatten(-1, (-1, r)), count.unsqueeze(-1)).flatten(-2)
             revealed = masked & first
-            nll += (token_nll(logits.double(), rows).double() * revealed).sum(-1)
+            log_p = logits.double().log_softmax(-1).gather(-1, rows.unsqueeze(-1)).squeeze(-1)
+            nll -= (log_p * revealed).sum(-1)
             masked = masked & ~revealed
         parts.append(nll)
     return torch.cat(parts)

@@ -176,6 +176,7 @@ class CodePathway(nn.Module):
 
 
 TABLE_LIMIT = 20.0
+ELEMENTS = {"cpu": 2**27, "cuda": 2**31}  # the largest tensor that scoring codes or rows may make at a time
 
 
 class CodeFeatures(NamedTuple):
@@ -330,11 +331,14 @@ class Decoder(nn.Module):
         """log pi_k and the sum over each block's target tokens of log p(x0_i | k), for every code: (B, C, K) each."""
         features = self.code_features(xt, x0)
         codes = torch.arange(self.config.latent.codes, device=xt.device)
-        chunk = self.config.latent.code_chunk or len(codes)
+        c = self.config
+        per_code = x0.numel() * max(c.vocab_size, 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
+        chunk = c.latent.code_chunk or max(1, min(len(codes), ELEMENTS[x0.device.type] // per_code))
         parts = []
         for some in codes.split(chunk):
             if chunk < len(codes) and torch.is_grad_enabled():  # forget the chunk's activations, make them again
-                parts.append(checkpoint(self._score_some, features, some, x0, target, use_reentrant=False))
+                arguments = (features, some, x0, target)
+                parts.append(checkpoint(self._score_some, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(self._score_some(features, some, x0, target))
         return Codes(features.prior.log_probs, torch.cat(parts, dim=-1))

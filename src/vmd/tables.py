@@ -122,7 +122,8 @@ def ablation_tables(results: dict) -> list[tuple[str, Table]]:
 
 def best_bits(rows: list[dict], **wanted) -> dict | None:
     """The certified bits with the most samples of z."""
-    found = [row for s in (64, 1) if (row := find(rows, metric="bits", iwae=s, **wanted)) is not None]
+    counts = sorted({row["setting"]["iwae"] for row in rows if row["metric"] == "bits"}, reverse=True)
+    found = [row for s in counts if (row := find(rows, metric="bits", iwae=s, **wanted)) is not None]
     return found[0] if found else None
 
 

@@ -232,7 +232,7 @@ class Step:
 
 
 @torch.no_grad()
-def split_dead_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Generator) -> None:
+def split_dead_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Generator, fixed: Tensor | None = None) -> None:
     """Let each unused code take over half of a costly one: a copy with a little noise, and half of its prior.
 
     Two modes of the data that share a code stay together for ever, because a code with no share of the data has no gradient
@@ -241,16 +241,17 @@ def split_dead_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Gener
     if isinstance(model, Ensemble):
         for index in range(len(model)):
             member, parameters = model.member(index)
-            split_member(member, parameters, batch.x0[index], generator)
+            split_member(member, parameters, batch.x0[index], fixed, generator)
     else:
-        split_member(model, dict(model.named_parameters()), batch.x0, generator)
+        split_member(model, dict(model.named_parameters()), batch.x0, fixed, generator)
 
 
-def split_member(model: VMD, parameters: dict[str, Tensor], x0: Tensor, generator: torch.Generator) -> None:
-    x0 = x0[:1024]
-    posterior, log_likelihood = code_posterior(model, x0)
-    usage = posterior.mean((0, 1))
-    cost = -(posterior * log_likelihood).mean((0, 1))  # nats per block that each code leaves to its tokens
+def split_member(
+    model: VMD, parameters: dict[str, Tensor], x0: Tensor, fixed: Tensor | None, generator: torch.Generator
+) -> None:
+    posterior, _, log_likelihood = code_posterior(model, x0[:1024], fixed)  # (blocks of all rows, K)
+    usage = posterior.mean(0)
+    cost = -(posterior * log_likelihood).mean(0)  # nats per block that each code leaves to its tokens
     dead = (usage < DEAD / len(usage)).nonzero().flatten()
     costly = (cost / usage.clamp(min=1e-9) > 0.1) & (usage >= DEAD / len(usage))
     source = cost.masked_fill(~costly, 0).argsort(descending=True)[: int(costly.sum())]
@@ -337,7 +338,7 @@ def train(
             bad_step = torch.where(good & ~finite, step, bad_step)
             good = good & finite
             if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * training.steps:
-                split_dead_codes(model, batch, generator)
+                split_dead_codes(model, batch, generator, fixed)
             done, record = step + 1, None
             saving = out is not None and (
                 done % training.checkpoint_every == 0 or done == training.steps or stop.received is not None

@@ -52,7 +52,7 @@ def load_array(path: str | Path, seed: int = 0) -> ArrayData:
     return ArrayData(tokens, str(path), seed)
 
 
-def parse_positions(text: str, length: int) -> Tensor | None:
+def parse_positions(text: str, length: int, name: str = "data.fixed") -> Tensor | None:
     """ "0:82,90" -> (L,) bool; empty text -> None."""
     if not text:
         return None
@@ -63,8 +63,8 @@ def parse_positions(text: str, length: int) -> Tensor | None:
             first = int(start)
             last = int(stop) if colon else first + 1
         except ValueError:
-            raise InvalidInput(f"data.fixed={text!r}: expected positions such as 0:82 or 0,5,7") from None
-        require(0 <= first < last <= length, f"data.fixed={text!r}: expected positions between 0 and {length}, got {part!r}")
+            raise InvalidInput(f"{name}={text!r}: expected positions such as 0:82 or 0,5,7") from None
+        require(0 <= first < last <= length, f"{name}={text!r}: expected positions between 0 and {length}, got {part!r}")
         fixed[first:last] = True
-    require(not bool(fixed.all()), f"data.fixed={text!r}: expected at least one of {length} positions left to learn")
+    require(not bool(fixed.all()), f"{name}={text!r}: expected at least one of {length} positions left to learn")
     return fixed
