@@ -55,21 +55,36 @@ class Block(nn.Module):
         self.modulation = nn.Linear(width, 6 * width, bias=False) if conditioned else None
 
     def forward(
-        self, h: Tensor, angles: Tensor, visible: Tensor | None, condition: Tensor | None, cache: Keys | None, layer: int
+        self,
+        h: Tensor,
+        angles: Tensor,
+        visible: Tensor | None,
+        condition: Tensor | None,
+        cache: Keys | None,
+        layer: int,
+        keep: int | None = None,
     ) -> Tensor:
+        """With `keep`, only the first tokens come out; the others are keys and values to them."""
         if self.modulation is None or condition is None:
-            h = h + self.attention(self.attention_norm(h), angles, visible, cache, layer)
+            h = h[:, :keep] + self.attention(self.attention_norm(h), angles, visible, cache, layer, keep)
             return h + self.mlp(self.mlp_norm(h))
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, dim=-1)  # (B, C, D) each
-        a = self.attention(modulate(self.attention_norm(h), shift1, scale1), angles, visible, cache, layer)
-        h = h + gate_by(a, gate1)
+        modulations = self.modulation(condition)  # (B, C, 6 D)
+        shift1, scale1 = modulations.chunk(6, dim=-1)[:2]
+        a = self.attention(modulate(self.attention_norm(h), shift1, scale1), angles, visible, cache, layer, keep)
+        if keep is not None:
+            modulations = modulations[:, : keep * modulations.shape[1] // h.shape[1]]
+        _, _, gate1, shift2, scale2, gate2 = modulations.chunk(6, dim=-1)
+        h = h[:, :keep] + gate_by(a, gate1)
         return h + gate_by(self.mlp(modulate(self.mlp_norm(h), shift2, scale2)), gate2)
 
-    def attention(self, h: Tensor, angles: Tensor, visible: Tensor | None, cache: Keys | None, layer: int) -> Tensor:
+    def attention(
+        self, h: Tensor, angles: Tensor, visible: Tensor | None, cache: Keys | None, layer: int, keep: int | None
+    ) -> Tensor:
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
-        q, k = rotate(q, angles), rotate(k, angles)
+        q, k = rotate(q[:, :, :keep], angles[:keep]), rotate(k, angles)
         if cache is not None:
             k, v = cache.update(layer, k, v)
+        visible = None if visible is None else visible[:keep]
         return self.attention_out(attend(q, k, v, visible).transpose(1, 2).flatten(2))
 
     def mlp(self, h: Tensor) -> Tensor:
@@ -106,12 +121,16 @@ class Trunk(nn.Module):
         added: Tensor | None = None,
         condition: Tensor | None = None,
         cache: Keys | None = None,
+        keep: int | None = None,
     ) -> Tensor:
-        """tokens (B, T), positions (T,) -> (B, T, D). `added` (B, T, D) joins the embedding; condition is (B, C, D)."""
+        """tokens (B, T), positions (T,) -> (B, T, D). `added` (B, T, D) joins the embedding; condition is (B, C, D).
+
+        Of the last layer only the first `keep` tokens are computed: nothing reads the clean stream after it.
+        """
         h = self.token(tokens) + self.position(positions)
         if added is not None:
             h = h + added
-        return self.norm(self.run_layers(h, positions, visible, range(len(self.blocks)), condition, cache))
+        return self.norm(self.run_layers(h, positions, visible, range(len(self.blocks)), condition, cache, keep))
 
     def run_layers(
         self,
@@ -121,9 +140,11 @@ class Trunk(nn.Module):
         layers: range,
         condition: Tensor | None,
         cache: Keys | None,
+        keep: int | None = None,
     ) -> Tensor:
         for layer in layers:
-            h = self.blocks[layer](h, self.angles[positions], visible, condition, cache, layer)
+            kept = keep if layer == layers[-1] else None
+            h = self.blocks[layer](h, self.angles[positions], visible, condition, cache, layer, kept)
         return h
 
 
@@ -249,7 +270,7 @@ class Decoder(nn.Module):
         keep: int | None = None,
     ) -> Tensor:
         if condition is None or not isinstance(self.pathway, LatentPathway):
-            return self.head(self.trunk(tokens, positions, visible, cache=cache)[:, :keep])
+            return self.head(self.trunk(tokens, positions, visible, cache=cache, keep=keep))
         per_token = condition.repeat_interleave(tokens.shape[1] // condition.shape[1], dim=1)
         h = self.trunk(
             tokens,
@@ -258,9 +279,11 @@ class Decoder(nn.Module):
             added=self.pathway.scale * per_token,
             condition=F.silu(condition),
             cache=cache,
+            keep=keep,
         )
-        shift, scale = self.pathway.final_modulation(F.silu(condition)).chunk(2, dim=-1)
-        return self.head(modulate(h, shift, scale)[:, :keep])
+        kept = condition[:, : h.shape[1] * condition.shape[1] // tokens.shape[1]]
+        shift, scale = self.pathway.final_modulation(F.silu(kept)).chunk(2, dim=-1)
+        return self.head(modulate(h, shift, scale))
 
     # The categorical latent: one pass of the trunk, then any number of codes.
 
@@ -280,7 +303,8 @@ class Decoder(nn.Module):
             return CodeFeatures(h, None, positions, self.code_prior(h))
         doubled, visible = torch.cat([xt, x0], dim=1), self.get_buffer("visible")
         both = positions.repeat(2)
-        h = trunk.run_layers(trunk.token(doubled) + trunk.position(both), both, visible, range(split), None, None)
+        keep = length if split == c.layers else None
+        h = trunk.run_layers(trunk.token(doubled) + trunk.position(both), both, visible, range(split), None, None, keep)
         noisy, clean = h[:, :length], h[:, length:]
         prefix = CleanPrefix()
         if split < c.layers:
@@ -433,7 +457,8 @@ class Encoder(nn.Module):
         positions = torch.arange(x0.shape[1], device=x0.device)
         xt = apply_mask(x0, mask, self.config.vocab_size)
         clean = apply_mask(x0, hidden, self.config.vocab_size) if self.config.blocks == 1 else x0
-        return self.trunk(torch.cat([xt, clean], dim=1), positions.repeat(2), self.get_buffer("visible"))[:, : x0.shape[1]]
+        both = torch.cat([xt, clean], dim=1)
+        return self.trunk(both, positions.repeat(2), self.get_buffer("visible"), keep=x0.shape[1])
 
     def single_stream(self, x0: Tensor, mask: Tensor, hidden: Tensor) -> Tensor:
         """Tokens with their mask bits. With several blocks each sees itself so, and the earlier ones clean."""
@@ -445,7 +470,7 @@ class Encoder(nn.Module):
         if blocks == 1:
             return self.trunk(shown, positions, None, added=bits)
         doubled, bits = torch.cat([shown, x0], dim=1), torch.cat([bits, torch.zeros_like(bits)], dim=1)
-        return self.trunk(doubled, positions.repeat(2), self.get_buffer("visible"), added=bits)[:, :length]
+        return self.trunk(doubled, positions.repeat(2), self.get_buffer("visible"), added=bits, keep=length)
 
 
 class PriorNetwork(nn.Module):
@@ -467,7 +492,7 @@ class PriorNetwork(nn.Module):
         if self.config.blocks == 1:
             return self._gaussian(self.trunk(xt, positions, None))
         doubled = torch.cat([xt, x0], dim=1)
-        return self._gaussian(self.trunk(doubled, positions.repeat(2), self.get_buffer("visible"))[:, : xt.shape[1]])
+        return self._gaussian(self.trunk(doubled, positions.repeat(2), self.get_buffer("visible"), keep=xt.shape[1]))
 
     def forward_block(self, tokens: Tensor, block: int, cache: KVCache) -> Gaussian:
         """For the tokens (B, r) of one block behind the cached clean prefix: (B, 1, dim)."""
