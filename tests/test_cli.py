@@ -361,6 +361,7 @@ def test_samples_are_written_as_an_array_too(trained, here):
 def test_written_samples_can_be_trained_on(trained, here):
     succeeds("sample", trained, "-n", "9", "--rule", "sample", "--out", "samples.npy")
     succeeds("train", "--data", "samples.npy", "--out", "run", *TINY)
+    assert (here / "run" / "model.safetensors").is_file()
 
 
 # Evaluation
@@ -702,8 +703,9 @@ DAMAGES += ["nested too deep"]
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_or_foreign_model_is_one_line(how, run, here):
     damage(run, how)
-    refused("sample", run, folder=here)
-    refused("evaluate", run, "--data", "rows.npy", folder=here)
+    for words in (("sample", run), ("evaluate", run, "--data", "rows.npy")):
+        said = refused(*words, folder=here)
+        assert "config.json" in said or "model.safetensors" in said
 
 
 def test_a_folder_that_holds_a_run_is_not_trained_into(trained, run, here):
@@ -745,8 +747,10 @@ def test_a_run_with_only_damaged_checkpoints_is_not_resumed(trained, run, here):
 
 
 def test_a_wrong_setting_destroys_no_run(trained, run, here):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     refused(*again(trained, run, "--overwrite", "--device", "cpu", *settings("training.precision=bf16")), folder=here)
     refused(*again(trained, run, "--overwrite", *settings("model.block_size=3")), folder=here)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 # Pieces

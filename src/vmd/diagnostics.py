@@ -47,9 +47,7 @@ def diagnose(
     masks = Masks(mask, mask, torch.ones(len(x0), config.blocks, device=x0.device))
     scored = mask.unflatten(-1, (config.blocks, -1)).any(-1)
     posterior, prior = infer(model.encode, model.gaussian_prior, x0, masks, model.mask_id)
-    shift = (posterior.mean - prior.mean) * (-prior.log_std).exp()
-    log_ratio = posterior.log_std - prior.log_std
-    per_dimension = 0.5 * ((2 * log_ratio).exp() + shift**2 - 1 - 2 * log_ratio)  # (B, blocks, dim)
+    per_dimension = posterior.kl_by_dimension(prior)  # (B, blocks, dim)
     noise = torch.randn(posterior.mean.shape, generator=generator, device=x0.device)
     z = posterior.draw(noise)
     # log q(z_i | x_i) against log of the mean over rows j of q(z_i | x_j), block by block

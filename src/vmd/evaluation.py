@@ -15,7 +15,7 @@ from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits,
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
-from vmd.network import ELEMENTS
+from vmd.network import largest_tensor
 from vmd.sampling import RULES, check_settings
 
 CERTIFIED = "certified bits per token"
@@ -25,7 +25,7 @@ def rows_per_pass(model: VMD) -> int:
     """So that no activation of a pass over doubled sequences has more elements than the device's budget."""
     c = model.config
     widest = 2 * c.length * max(c.vocab_size, 3 * c.width, c.mlp_ratio * c.width)
-    return max(1, min(65_536, ELEMENTS[model.device.type] // widest))
+    return max(1, min(65_536, largest_tensor(model.device) // widest))
 
 
 @torch.no_grad()

@@ -24,9 +24,12 @@ class Gaussian(NamedTuple):
 
     def kl(self, prior: "Gaussian") -> Tensor:
         """D_KL(self || prior) in nats, summed over dimensions."""
+        return self.kl_by_dimension(prior).sum(-1)
+
+    def kl_by_dimension(self, prior: "Gaussian") -> Tensor:
         log_ratio = self.log_std - prior.log_std
         shift = (self.mean - prior.mean) * (-prior.log_std).exp()
-        return 0.5 * ((2 * log_ratio).exp() + shift**2 - 1 - 2 * log_ratio).sum(-1)
+        return 0.5 * ((2 * log_ratio).exp() + shift**2 - 1 - 2 * log_ratio)
 
     def log_prob(self, z: Tensor) -> Tensor:
         scaled = (z - self.mean) * (-self.log_std).exp()

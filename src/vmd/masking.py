@@ -31,6 +31,12 @@ def stratified_uniforms(count: int, *, generator: torch.Generator | None = None,
     return (order + offset) / count
 
 
+def maskable_blocks(x0: Tensor, block_size: int, fixed: Tensor | None) -> Tensor:
+    """(B, blocks, r) bool: True where a token may be masked."""
+    free = torch.ones_like(x0, dtype=torch.bool) if fixed is None else ~fixed.expand_as(x0)
+    return free.unflatten(-1, (-1, block_size))
+
+
 def draw_masks(
     x0: Tensor,
     block_size: int,
@@ -49,12 +55,8 @@ def draw_masks(
         masks has weight 0, so that it pays no KL (KL/t diverges as t -> 0).
     """
     batch, length = x0.shape
-    blocks = length // block_size
-    device = x0.device
-    maskable = torch.ones(batch, length, dtype=torch.bool, device=device)
-    if fixed is not None:
-        maskable = ~fixed.expand(batch, length)
-    maskable = maskable.view(batch, blocks, block_size)
+    blocks, device = length // block_size, x0.device
+    maskable = maskable_blocks(x0, block_size, fixed)
     u = stratified_uniforms(batch * blocks, generator=generator, device=device).view(batch, blocks)
     scores = torch.rand(batch, blocks, block_size, generator=generator, device=device)
 
@@ -96,10 +98,7 @@ def draw_steps(
     """
     batch, length = x0.shape
     blocks, device = length // block_size, x0.device
-    maskable = torch.ones(batch, length, dtype=torch.bool, device=device)
-    if fixed is not None:
-        maskable = ~fixed.expand(batch, length)
-    maskable = maskable.view(batch, blocks, block_size)
+    maskable = maskable_blocks(x0, block_size, fixed)
     u = stratified_uniforms(batch * blocks, generator=generator, device=device).view(batch, blocks) * len(choices)
     chosen = u.long().clamp(max=len(choices) - 1)
     steps = torch.tensor(choices, device=device)[chosen]  # (B, blocks)

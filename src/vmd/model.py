@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vmd.attention import KVCache
-from vmd.config import ModelConfig, from_dict, require, to_dict
+from vmd.config import InvalidInput, ModelConfig, from_dict, require, to_dict
 from vmd.data import Dataset
 from vmd.files import make_folder, read_json, read_tensors, write_atomically, write_tensors
 from vmd.latent import Categorical, Gaussian, standard_normal
@@ -149,7 +149,10 @@ class VMD(nn.Module):
             isinstance(described, dict) and described.get("format") == "vmd",
             f'{folder / CONFIG_FILE}: not a vmd model: expected "format": "vmd"',
         )
-        model = cls(from_dict(ModelConfig, described.get("model"), f"{folder / CONFIG_FILE}: model"))
+        try:
+            model = cls(from_dict(ModelConfig, described.get("model"), "model"))
+        except InvalidInput as error:
+            raise InvalidInput(f"{folder / CONFIG_FILE}: {error}") from None
         load_weights(model, read_tensors(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
         return model.to(device)
 

@@ -197,7 +197,11 @@ class CodePathway(nn.Module):
 
 
 TABLE_LIMIT = 20.0
-ELEMENTS = {"cpu": 2**27, "cuda": 2**31}  # the largest tensor that scoring codes or rows may make at a time
+
+
+def largest_tensor(device: torch.device) -> int:
+    """Elements of the largest tensor that scoring codes or rows may make at a time."""
+    return 2**31 if device.type == "cuda" else 2**27
 
 
 class CodeFeatures(NamedTuple):
@@ -354,10 +358,10 @@ class Decoder(nn.Module):
     def code_scores(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes:
         """log pi_k and the sum over each block's target tokens of log p(x0_i | k), for every code: (B, C, K) each."""
         features = self.code_features(xt, x0)
-        codes = torch.arange(self.config.latent.codes, device=xt.device)
         c = self.config
+        codes = torch.arange(c.latent.codes, device=xt.device)
         per_code = x0.numel() * max(c.vocab_size, 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
-        chunk = c.latent.code_chunk or max(1, min(len(codes), ELEMENTS[x0.device.type] // per_code))
+        chunk = c.latent.code_chunk or max(1, min(len(codes), largest_tensor(x0.device) // per_code))
         parts = []
         for some in codes.split(chunk):
             if chunk < len(codes) and torch.is_grad_enabled():  # forget the chunk's activations, make them again

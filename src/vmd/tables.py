@@ -145,6 +145,13 @@ def bits_table(results: dict) -> Table:
     return ["data", "N", "entropy", *systems], lines
 
 
+def exact_cell(rows: list[dict], **wanted) -> str:
+    """Share of valid sequences and KL in one step, both by summation or integration over z."""
+    share, kl = (find(rows, metric=metric, steps=1, **wanted) for metric in ("accuracy_exact", "kl_exact"))
+    parts = [] if share is None else [number(share["value"], 2, share["stderr"]) + " %"]
+    return " · ".join(parts if kl is None else [*parts, number(kl["value"], 4, kl["stderr"])])
+
+
 def one_step_table(results: dict) -> Table:
     rows, systems = results["rows"], ablation_systems(results)
     objectives = list(dict.fromkeys(row["setting"]["objective"] for row in rows))
@@ -153,10 +160,7 @@ def one_step_table(results: dict) -> Table:
         for objective in objectives[:3]:
             cells = []
             for system in systems:
-                here = {"system": system, "data": data, "steps": 1, "objective": objective}
-                share, kl = find(rows, metric="accuracy_exact", **here), find(rows, metric="kl_exact", **here)
-                parts = [] if share is None else [number(share["value"], 2, share["stderr"]) + " %"]
-                cells.append(" · ".join(parts if kl is None else [*parts, number(kl["value"], 4, kl["stderr"])]))
+                cells.append(exact_cell(rows, system=system, data=data, objective=objective))
             lines.append([data_name(data), objective, *cells])
     return ["data", "trained on", *systems], lines
 
@@ -167,12 +171,7 @@ def heads_table(results: dict) -> Table:
     blocks = sorted({row["setting"]["block"] for row in rows})
     lines = []
     for system in ablation_systems(results):
-        cells = []
-        for name in data:
-            here = {"system": system, "data": name, "steps": 1}
-            share, kl = find(rows, metric="accuracy_exact", **here), find(rows, metric="kl_exact", **here)
-            parts = [] if share is None else [number(share["value"], 2, share["stderr"]) + " %"]
-            cells.append(" · ".join(parts if kl is None else [*parts, number(kl["value"], 4, kl["stderr"])]))
+        cells = [exact_cell(rows, system=system, data=name) for name in data]
         for block in blocks:
             pace = find(rows, metric="ms_per_step", system=system, block=block)
             cells.append("" if pace is None else f"{pace['value']:.1f}")

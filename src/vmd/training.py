@@ -340,8 +340,9 @@ def train(
             if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * training.steps:
                 split_dead_codes(model, batch, generator, fixed)
             done, record = step + 1, None
+            stopped_by = stop.received  # read once: a signal that comes later in this step waits for the next
             saving = out is not None and (
-                done % training.checkpoint_every == 0 or done == training.steps or stop.received is not None
+                done % training.checkpoint_every == 0 or done == training.steps or stopped_by is not None
             )
             logging = done % training.log_every == 0 or done == training.steps or done == 1
             if (logging or saving) and not bool(good):
@@ -364,8 +365,8 @@ def train(
             if saving and out is not None:
                 save_checkpoint(out, done, parameters, average, optimizer, to_dict(config))
             on_step(done, record)
-            if stop.received is not None and done < training.steps:
-                raise Stopped(done, stop.received)
+            if stopped_by is not None and done < training.steps:
+                raise Stopped(done, stopped_by)
         if average is not None:
             with torch.no_grad():
                 for name, parameter in parameters.items():
