@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vmd.attention import SHORT, KVCache, attend, attend_short, block_causal, visibility
+from vmd.attention import SHORT, KVCache, Visibility, attend, attend_short, of_first_queries, visibility
 
 
 def sees(query: int, key: int, length: int, r: int, own_clean_block: bool) -> bool:
@@ -24,8 +24,9 @@ def test_visibility_is_its_definition(length, r, own_clean_block):
 
 
 @pytest.mark.parametrize(("length", "r"), [(4, 1), (4, 2), (4, 4), (6, 3)])
-def test_block_causal_sees_this_block_and_earlier_ones(length, r):
-    assert block_causal(length, r).tolist() == [[k // r <= q // r for k in range(length)] for q in range(length)]
+def test_the_clean_stream_sees_this_block_and_earlier_ones(length, r):
+    clean = Visibility(length, r, own_clean_block=False).clean
+    assert clean.tolist() == [[k // r <= q // r for k in range(length)] for q in range(length)]
 
 
 def queries_keys_values(tq: int, tk: int, generator):
@@ -43,6 +44,18 @@ def test_masked_short_attention_equals_the_kernel(generator):
     visible = visibility(4, 2, own_clean_block=False)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
     torch.testing.assert_close(attend_short(q, k, v, visible), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("own_clean_block", [False, True])
+@pytest.mark.parametrize(("length", "r"), [(8, 2), (48, 4), (130, 13)])
+def test_tiles_are_the_dense_mask(generator, length, r, own_clean_block):
+    visible = Visibility(length, r, own_clean_block=own_clean_block)
+    q, k, v = queries_keys_values(2 * length, 2 * length, generator)
+    expected = attend(q, k, v, of_first_queries(visible(), None))
+    visible.set_tiles(True)
+    torch.testing.assert_close(attend(q, k, v, of_first_queries(visible(), None)), expected, atol=1e-5, rtol=1e-4)
+    noisy = attend(q[:, :, :length], k, v, of_first_queries(visible(), length))
+    torch.testing.assert_close(noisy, expected[:, :, :length], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("keys", [SHORT, SHORT + 1])

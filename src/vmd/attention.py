@@ -2,38 +2,101 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+
+def sees(query: Tensor, key: Tensor, length: int, block_size: int, own_clean_block: bool) -> Tensor:
+    """Whether places of the doubled sequence [xt ; x0] (0 to 2L - 1) see each other.
+
+    noisy block b sees noisy block b, and clean blocks < b (decoder) or <= b (encoder, `own_clean_block=True`);
+    clean block b sees clean blocks <= b and no noise. A decoder that saw its own clean block would read the answer.
+    """
+    noisy_query, noisy_key = query < length, key < length
+    query_block, key_block = query % length // block_size, key % length // block_size
+    same, earlier = query_block == key_block, query_block > key_block
+    of_clean = earlier | same if own_clean_block else earlier | (same & ~noisy_query)
+    return torch.where(noisy_key, noisy_query & same, of_clean)
 
 
 def visibility(length: int, block_size: int, *, own_clean_block: bool, device=None) -> Tensor:
-    """(2L, 2L) bool for the doubled sequence [xt ; x0]: True where the query (row) sees the key (column).
-
-    noisy block b sees noisy block b, and clean blocks < b (decoder) or <= b (encoder, `own_clean_block=True`);
-    clean block b sees clean blocks <= b and no noise. The lower right quarter alone is block-causal attention.
-    A decoder that saw its own clean block would read the answer.
-    """
-    block = torch.arange(length, device=device) // block_size
-    query, key = block.unsqueeze(1), block.unsqueeze(0)
-    same, earlier = query == key, query > key
-    noisy_to_clean = earlier | same if own_clean_block else earlier
-    top = torch.cat([same, noisy_to_clean], dim=1)
-    bottom = torch.cat([torch.zeros_like(same), earlier | same], dim=1)
-    return torch.cat([top, bottom], dim=0)
+    """(2L, 2L) bool: True where the query (row) `sees` the key (column)."""
+    place = torch.arange(2 * length, device=device)
+    return sees(place.unsqueeze(1), place.unsqueeze(0), length, block_size, own_clean_block)
 
 
-def block_causal(length: int, block_size: int, *, device=None) -> Tensor:
-    """(L, L): the clean stream's part of `visibility`, for an encoder that runs on one stream."""
-    return visibility(length, block_size, own_clean_block=True, device=device)[length:, length:]
+class Tiles(NamedTuple):
+    """A visibility as the tiles that FlexAttention computes: those in which nothing is seen are skipped."""
+
+    every: BlockMask
+    noisy: BlockMask  # of the noisy stream's queries alone
+
+
+class Visibility(nn.Module):
+    """What sees what in a pass over the doubled sequence: a dense mask, or tiles while `tiled` is on."""
+
+    dense: Tensor
+
+    def __init__(self, length: int, block_size: int, *, own_clean_block: bool):
+        super().__init__()
+        self.shape = (length, block_size, own_clean_block)
+        self.tiles: Tiles | None = None
+        dense = visibility(length, block_size, own_clean_block=own_clean_block)
+        self.register_buffer("dense", dense, persistent=False)
+
+    def forward(self) -> "Tensor | Tiles":
+        return self.dense if self.tiles is None else self.tiles
+
+    @property
+    def clean(self) -> Tensor:
+        """(L, L): the clean stream's own part, block-causal."""
+        return self.dense[self.shape[0] :, self.shape[0] :]
+
+    def set_tiles(self, on: bool) -> None:
+        """Tiles are for compiled passes on a GPU; uncompiled, FlexAttention is slower than the dense mask."""
+
+        def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return sees(query, key, *self.shape)
+
+        length, device = self.shape[0], self.dense.device
+        made = (create_block_mask(mask, None, None, rows, 2 * length, device=device) for rows in (2 * length, length))
+        self.tiles = Tiles(*made) if on else None
+
+
+@contextmanager
+def tiled(model: nn.Module, on: bool) -> Iterator[None]:
+    """Attention by tiles inside, if `on`."""
+    parts = [part for part in model.modules() if isinstance(part, Visibility)]
+    for part in parts:
+        part.set_tiles(on)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_tiles(False)
+
+
+Visible = Tensor | Tiles | BlockMask | None
+
+
+def of_first_queries(visible: Visible, keep: int | None) -> Tensor | BlockMask | None:
+    """What the first `keep` queries see; None: all of them."""
+    if isinstance(visible, Tiles):
+        return visible.every if keep is None else visible.noisy
+    return visible[:keep] if isinstance(visible, Tensor) else visible
 
 
 SHORT = 8  # up to this many keys, products and sums beat kernels made for long sequences (and fuse, and batch over models)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | BlockMask | None) -> Tensor:
     """Softmax attention, (B, H, Tq, D) x (B, H, Tk, D) -> (B, H, Tq, D); None: everything is visible."""
+    if isinstance(visible, BlockMask):
+        return flex_attention(q, k, v, block_mask=visible)
     if k.shape[-2] <= SHORT:
         return attend_short(q, k, v, visible)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)

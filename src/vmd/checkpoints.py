@@ -10,10 +10,13 @@ from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
 from vmd.config import InvalidInput, flatten, require
+from vmd.distributed import full, take_shard
 from vmd.files import make_folder, write_atomically
+from vmd.optimizers import Optimizers
 
 KEPT = 2
-FREE_TO_CHANGE = ("steps", "log_every", "checkpoint_every")  # of the training section, when resuming
+# Of the training section, when resuming: how long and how often it reports, and on what machines it runs how.
+FREE_TO_CHANGE = ("steps", "log_every", "checkpoint_every", "compile", "capture", "attention", "accumulate", "parallel")
 
 
 def checkpoint_files(out: Path) -> list[Path]:
@@ -26,14 +29,19 @@ def save_checkpoint(
     step: int,
     parameters: Mapping[str, Tensor],
     average: dict[str, Tensor] | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     config: dict,
+    *,
+    write: bool = True,
 ) -> None:
+    """Processes that share weights put them together here, all of them; the one that is to `write` does."""
     tensors = {f"weights/{name}": p for name, p in parameters.items()}
     tensors |= {f"average/{name}": p for name, p in (average or {}).items()}
     for name, p in parameters.items():
-        tensors |= {f"optimizer/{key}/{name}": value for key, value in optimizer.state[p].items()}
-    tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        tensors |= {f"optimizer/{key}/{name}": value for key, value in optimizer.state_of(p).items()}
+    tensors = {name: full(t.detach()).cpu().contiguous() for name, t in tensors.items()}
+    if not write:
+        return
     metadata = {"format": "vmd-checkpoint", "step": str(step), "config": json.dumps(config)}
     make_folder(out / "checkpoints")
     write_atomically(out / "checkpoints" / f"step-{step:09d}.safetensors", dump_tensors(tensors, metadata))
@@ -45,7 +53,7 @@ def load_newest_checkpoint(
     out: Path,
     parameters: Mapping[str, Tensor],
     average: dict[str, Tensor] | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     config: dict,
 ) -> tuple[int, str]:
     """Restore the newest checkpoint that is whole; its step and where the run goes on from, in words.
@@ -78,23 +86,23 @@ def restore(
     tensors: dict[str, Tensor],
     parameters: Mapping[str, Tensor],
     average: dict[str, Tensor] | None,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
 ) -> None:
     expected = {f"weights/{name}": p.shape for name, p in parameters.items()}
     expected |= {f"average/{name}": p.shape for name, p in (average or {}).items()}
     for name, p in parameters.items():
-        expected |= {f"optimizer/{key}/{name}": p.shape for key in ("exp_avg", "exp_avg_sq")}
-        expected |= {f"optimizer/step/{name}": torch.Size()}
+        expected |= {f"optimizer/{key}/{name}": shape for key, shape in optimizer.state_shapes(p).items()}
     for name, shape in expected.items():
         saved = tensors.get(name)
         require(saved is not None and saved.shape == shape, f"{path}: holds no {name} of shape {tuple(shape)}")
     with torch.no_grad():
         for name, p in parameters.items():
-            p.copy_(tensors[f"weights/{name}"])
+            p.copy_(take_shard(tensors[f"weights/{name}"].to(p.device), p))
             if average is not None:
-                average[name].copy_(tensors[f"average/{name}"])
-            state = {key: tensors[f"optimizer/{key}/{name}"] for key in ("exp_avg", "exp_avg_sq", "step")}
-            optimizer.state[p] = {key: value.to(p.device) for key, value in state.items()}
+                average[name].copy_(take_shard(tensors[f"average/{name}"].to(p.device), p))
+            state = {key: tensors[f"optimizer/{key}/{name}"].to(p.device) for key in optimizer.state_shapes(p)}
+            shards = {key: take_shard(value, p) if value.dim() else value for key, value in state.items()}
+            optimizer.set_state(p, shards)
 
 
 def require_same_config(path: Path, saved: dict, current: dict) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -55,6 +56,7 @@ def reproduce(
     from vmd.reproduce import reproduce
     from vmd.tables import print_table, summary_table
 
+    require(not several_processes(), "vmd reproduce runs in one process: start it without torchrun")
     chosen_seeds = None if seeds is None else parse_seeds(seeds)
     pyplot()  # a missing matplotlib is better known before the training
     suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
@@ -123,6 +125,7 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     from vmd.data import load_data
     from vmd.data.arrays import parse_positions
     from vmd.diagnostics import advice
+    from vmd.distributed import rank, wait_for_all, world_size
     from vmd.evaluation import diagnose_model
     from vmd.files import claimed, make_folder
     from vmd.model import VMD
@@ -135,11 +138,12 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     check_precision(run.training, device)
     run.objective.check(run.model)
     model = VMD(run.model, seed=run.training.seed).to(device)
-    make_folder(folder)
-    if not resume:  # a new run, in a new folder or by --overwrite
+    if not resume and rank() == 0:  # a new run, in a new folder or by --overwrite
+        make_folder(folder)
         with claimed(folder):  # not under the feet of another run
             for old in run_files(folder):
                 old.unlink(missing_ok=True)
+    wait_for_all()
     started = False
     with progress_bar(f"vmd train {run.data.name}", run.training.steps) as update:
 
@@ -152,6 +156,10 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
             update(done, text)
 
         train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say)
+    if rank() != 0:
+        return
+    if world_size() > 1:  # whose weights may be spread over processes
+        model = VMD.from_pretrained(folder, device)
     carried = diagnose_model(model, data, fixed=run.data.fixed)
     warning = None if carried is None else advice(carried.information, run.model.latent.kind)
     if warning is not None:
@@ -182,6 +190,7 @@ def sample(
     """Draw samples, or fill the gaps of a prompt. One sample per line."""
     import torch
 
+    from vmd.distributed import gather_rows, my_share, rank
     from vmd.model import VMD
     from vmd.training import step_seed
 
@@ -198,8 +207,9 @@ def sample(
     row = [-1] * config.length if prompt is None else parse_prompt(prompt, config.length, config.vocab_size, config.symbols)
     if out is not None:
         check_array_path(out)
+    mine = my_share(n)
     drawn = loaded.sample(
-        prompt=torch.tensor([row]).repeat(n, 1),
+        prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1),  # a process without a share draws one for nothing
         steps=steps,
         order=order,
         rule=rule,
@@ -207,14 +217,17 @@ def sample(
         top_p=top_p,
         z=z,
         cache=cache,
-        seeds=[step_seed(seed, i) for i in range(n)],
+        seeds=[step_seed(seed, i) for i in mine or [0]],
         trace=trace,
     )
+    everything = gather_rows(drawn.tokens[: len(mine)])
+    if rank() != 0:
+        return
     if out is not None:
-        write_array(out, drawn.tokens)
+        write_array(out, everything)
     for step in drawn.trace:
         say(f"block {step.block} step {step.step}: {show(step.canvas[0].tolist(), config.symbols, config.vocab_size)}")
-    for tokens in drawn.tokens.tolist():
+    for tokens in everything.tolist():
         print(show(tokens, config.symbols, config.vocab_size))
     say(
         f"n {n}, rule {rule}, order {order}, {steps} step{'s' if steps > 1 else ''} per block, NFE {drawn.nfe}"
@@ -251,14 +264,16 @@ def evaluate(
     from vmd.data.synthetic import Law
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
+    from vmd.distributed import rank
     from vmd.evaluation import diagnose_model, evaluate_model
     from vmd.files import write_atomically
     from vmd.model import VMD
     from vmd.progress import progress_bar
     from vmd.tables import print_table
 
-    require(n >= 2, f"--n {n}: expected at least 2")
-    require(rows >= 2, f"--rows {rows}: expected at least 2")
+    least = max(2, int(os.environ.get("WORLD_SIZE", "1")))
+    require(n >= least, f"--n {n}: expected at least {least}")
+    require(rows >= least, f"--rows {rows}: expected at least {least}")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
     counts, draws = parse_counts("--steps", steps), parse_counts("--iwae", iwae)
     if json_out is not None:
@@ -293,6 +308,8 @@ def evaluate(
             fixed=fixed,
             on_part=lambda done, total: update(100 * done // total, f"part {min(done + 1, total)} of {total}"),
         )
+    if rank() != 0:
+        return
     carried = diagnose_model(loaded, loaded_data, seed, fixed)
     entropy = None
     if isinstance(loaded_data, Law) and not fixed:
@@ -425,7 +442,9 @@ def report(
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr)
+    """To whoever sits at the terminal; of several processes the first speaks."""
+    if first_process():
+        print(text, file=sys.stderr)
 
 
 def pick_device(name: str) -> str:
@@ -433,9 +452,22 @@ def pick_device(name: str) -> str:
     import torch
 
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     require(name != "cuda" or torch.cuda.is_available(), "--device cuda: no GPU found: expected cpu or auto")
+    if several_processes():
+        from vmd.distributed import join
+
+        join(name)
     return name
+
+
+def several_processes() -> bool:
+    """Whether torchrun started this one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def first_process() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -496,28 +528,40 @@ def write_array(path: Path, tokens: Any) -> None:
     write_atomically(path, buffer.getvalue())
 
 
+def complain(text: str) -> None:
+    """One process may fail where the others do not, so each says it; the first without its number."""
+    print(f"vmd: {text}" if first_process() else f"vmd: process {os.environ.get('RANK')}: {text}", file=sys.stderr)
+
+
 def main() -> None:
     """Errors of the user are one line and exit code 2."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
         if code == 130:  # how typer reports an interruption
             say("vmd: interrupted")
+        if several_processes():
+            from vmd.distributed import leave
+
+            leave()
     except InvalidInput as error:
-        say(f"vmd: {error}")
+        complain(str(error))
         code = 2
     except KeyboardInterrupt:
         say("vmd: interrupted")
         code = 130
     except Exception as error:
         if type(error).__name__ == "TrainingDiverged":
-            say(f"vmd: {error}")
+            say(f"vmd: {error}")  # all processes find it together
             code = 1
         elif type(error).__name__ == "OutOfMemoryError":
-            say("vmd: out of memory: try a smaller training.batch_size, --rows or model.latent.code_chunk")
+            complain("out of memory: try training.accumulate, a smaller batch, --rows or model.latent.code_chunk")
             code = 1
         elif type(error).__name__ == "Stopped":
             again = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
-            say(f"vmd: {error}; everything is saved; go on with: {shlex.join(['vmd', *again, '--resume'])}")
+            command = shlex.join(["vmd", *again, "--resume"])
+            if several_processes():
+                command = f"the same torchrun line, on any number of processes, and --resume: torchrun ... -m {command}"
+            say(f"vmd: {error}; everything is saved; go on with: {command}")
             code = 128 + error.number  # type: ignore[attr-defined]
         elif type(error).__name__ == "Abort":
             say("vmd: interrupted")

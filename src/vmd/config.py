@@ -212,7 +212,7 @@ class ObjectiveConfig:
 class TrainingConfig:
     steps: int = 1_500
     batch_size: int = 256
-    optimizer: Literal["adam", "adamw"] = "adam"
+    optimizer: Literal["adam", "adamw", "muon"] = "adam"  # muon: of the layers' matrices, with adamw for the rest
     learning_rate: float = 2e-3
     weight_decay: float = 0.0
     schedule: Literal["constant", "cosine", "linear"] = "cosine"  # after the warm-up; the last two end at zero
@@ -221,17 +221,20 @@ class TrainingConfig:
     ema: float = 0.0  # decay of the averaged weights that are evaluated and saved; 0: the raw weights
     precision: Literal["float32", "tf32", "bf16"] = "float32"  # tf32 matrix products, bf16 autocast: CUDA only
     compile: bool = False
+    attention: Literal["auto", "dense", "tiles"] = "auto"  # of several blocks: a dense mask, or FlexAttention's tiles
     capture: bool = False  # record the whole step as one CUDA graph and replay it: small models no longer wait for launches
     split_codes_every: int = (
         0  # codes nobody uses take over half of the costliest ones, in the first three quarters; 0: never
     )
+    accumulate: int = 1  # parts into which a process's share of the batch is cut, to fit memory; their gradients add up
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # of several processes: each has all weights, or a share of each weight
     seed: int = 0
     log_every: int = 50
     checkpoint_every: int = 500
 
     def __post_init__(self) -> None:
         require_literals("training", self)
-        for name in ("steps", "log_every", "checkpoint_every"):
+        for name in ("steps", "log_every", "checkpoint_every", "accumulate"):
             require_range(f"training.{name}", getattr(self, name), 1)
         require_range("training.batch_size", self.batch_size, 1, 1_000_000_000)
         for name in ("weight_decay", "warmup_steps", "clip", "split_codes_every"):

@@ -11,6 +11,7 @@ from vmd.config import require
 from vmd.data import ArrayData, Law
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import Diagnostics, diagnose
+from vmd.distributed import gather_rows, my_share, rank
 from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
@@ -94,7 +95,8 @@ def scored_bits(
         return law_bits(model, data, score, draws), f"all {len(data.sequences)} sequences of the law, {draws} draws each"
     x0 = draw_rows(data, rows_scored, seed, model.device)
     tokens = data.length - (0 if given is None else int(given.sum()))
-    return in_bits(score(x0), tokens), f"{len(x0)} rows"
+    mine = my_share(len(x0))
+    return in_bits(gather_rows(score(x0[mine.start : mine.stop])), tokens), f"{len(x0)} rows"
 
 
 def certified_row(
@@ -102,7 +104,7 @@ def certified_row(
 ) -> list[dict]:
     """An upper bound on the bits of the sampler of that many steps in random order."""
     config = model.config
-    generator = torch.Generator(model.device).manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed + rank() if isinstance(data, ArrayData) else seed)
     chunk = rows_per_pass(model)
     fixed = None if given is None else given.to(model.device)
 
@@ -134,12 +136,15 @@ def sample_rows(
     """Accuracy and KL of samples by both token rules, and the exact KL in one step."""
     config, rows = model.config, []
     generator = torch.Generator(model.device)
+    mine = my_share(n)
     for rule in RULES:
-        generator.manual_seed(seed)
+        generator.manual_seed(seed + rank())
         prompt = torch.full((n, config.length), -1)
         if given is not None:  # what is given is true
             prompt = torch.where(given, data.draw(n, generator=torch.Generator().manual_seed(seed)), prompt)
+        prompt = prompt[mine.start : mine.stop]
         drawn = model.sample(prompt=prompt, steps=steps, order=order, rule=rule, z=z, generator=generator)
+        drawn = drawn._replace(tokens=gather_rows(drawn.tokens))
         about = f"rule {rule}, order {order}, {per_block(steps)}, NFE {drawn.nfe}, n {n}"
         about += f", z {z}" if config.has_latent else ""
         if data.constrains:
@@ -155,12 +160,13 @@ def sample_rows(
 def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
     """The paper's objective in bits per maskable token, on n random rows with fresh masks."""
     config, device = model.config, model.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed + rank())
     x0 = draw_rows(data, n, seed, device)
+    mine = my_share(len(x0))
     fixed = None if fixed is None else fixed.to(device)
     maskable = config.length - (0 if fixed is None else int(fixed.sum()))
     parts: dict[str, list[Tensor]] = {"total": [], "reconstruction": [], "kl": []}
-    for chunk in x0.split(min(8_192, rows_per_pass(model))):
+    for chunk in x0[mine.start : mine.stop].split(min(8_192, rows_per_pass(model))):
         masks = draw_masks(chunk, config.block_size, fixed=fixed, generator=generator)
         shape = model.latent_shape(len(chunk))
         noise = None if shape is None else torch.randn(shape, generator=generator, device=device)
@@ -173,7 +179,7 @@ def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: 
         labels |= {"reconstruction": "  its reconstruction", "kl": "  its KL"}
     rows = []
     for part, label in labels.items():
-        values = torch.cat(parts[part]).double()
+        values = gather_rows(torch.cat(parts[part])).double()
         stderr = float(values.std() / len(values) ** 0.5) if len(values) > 1 else None
         rows.append(row(label, float(values.mean()), stderr, about))
     return rows

@@ -8,6 +8,17 @@ import torch
 from torch import Tensor
 
 
+class Rows(NamedTuple):
+    """Rows of a batch: start to stop of total."""
+
+    start: int
+    stop: int
+    total: int
+
+    def of(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x.narrow(dim, self.start, self.stop - self.start)
+
+
 class Masks(NamedTuple):
     """What a step of the sampler sees and what it is asked. With a dimension of steps, (B, J, L), the J steps of one z."""
 
@@ -31,6 +42,15 @@ def stratified_uniforms(count: int, *, generator: torch.Generator | None = None,
     return (order + offset) / count
 
 
+def draw_uniforms(
+    rows: Rows, blocks: int, block_size: int, generator: torch.Generator | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """These rows of a batch's stratified numbers (B, blocks), and of a score for every token (B, blocks, r)."""
+    u = stratified_uniforms(rows.total * blocks, generator=generator, device=device).view(rows.total, blocks)
+    scores = torch.rand(rows.total, blocks, block_size, generator=generator, device=device)
+    return rows.of(u), rows.of(scores)
+
+
 def maskable_blocks(x0: Tensor, block_size: int, fixed: Tensor | None) -> Tensor:
     """(B, blocks, r) bool: True where a token may be masked."""
     free = torch.ones_like(x0, dtype=torch.bool) if fixed is None else ~fixed.expand_as(x0)
@@ -45,8 +65,11 @@ def draw_masks(
     fixed: Tensor | None = None,
     t_min: float = 1e-3,
     generator: torch.Generator | None = None,
+    rows: Rows | None = None,
 ) -> Masks:
     """Masks and weights for a batch, stratified over its rows and blocks; fixed tokens are never masked.
+
+    With `rows`, x0 is those rows of a larger batch, and so are the masks.
 
     counts: k ~ U{1..m}, a uniformly random k-subset of the block's m maskable tokens, weight m/k. For the linear
         schedule this has exactly the expectation of Eq. 2, since the integral over t of (1/t) C(m,k) t^k (1-t)^(m-k)
@@ -57,8 +80,7 @@ def draw_masks(
     batch, length = x0.shape
     blocks, device = length // block_size, x0.device
     maskable = maskable_blocks(x0, block_size, fixed)
-    u = stratified_uniforms(batch * blocks, generator=generator, device=device).view(batch, blocks)
-    scores = torch.rand(batch, blocks, block_size, generator=generator, device=device)
+    u, scores = draw_uniforms(rows or Rows(0, batch, batch), blocks, block_size, generator, device)
 
     if kind == "counts":
         m = maskable.sum(-1)
@@ -89,6 +111,7 @@ def draw_steps(
     whole: bool = False,
     fixed: Tensor | None = None,
     generator: torch.Generator | None = None,
+    rows: Rows | None = None,
 ) -> Masks:
     """A random step of the sampler that fills each block in N steps and random order, N one of the choices.
 
@@ -99,10 +122,10 @@ def draw_steps(
     batch, length = x0.shape
     blocks, device = length // block_size, x0.device
     maskable = maskable_blocks(x0, block_size, fixed)
-    u = stratified_uniforms(batch * blocks, generator=generator, device=device).view(batch, blocks) * len(choices)
+    u, scores = draw_uniforms(rows or Rows(0, batch, batch), blocks, block_size, generator, device)
+    u = u * len(choices)
     chosen = u.long().clamp(max=len(choices) - 1)
     steps = torch.tensor(choices, device=device)[chosen]  # (B, blocks)
-    scores = torch.rand(batch, blocks, block_size, generator=generator, device=device)
     rank = scores.masked_fill(~maskable, 2.0).argsort(-1).argsort(-1)
     m = maskable.sum(-1)
     if whole:

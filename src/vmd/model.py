@@ -132,11 +132,11 @@ class VMD(nn.Module):
             counts[homes.get(name.split(".")[0], part)] += parameter.numel()
         return counts
 
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write `config.json` and `model.safetensors`, each whole or not at all."""
+    def save_pretrained(self, folder: str | Path, weights: dict[str, Tensor] | None = None) -> Path:
+        """Write `config.json` and `model.safetensors`, each whole or not at all. `weights`: if not the model's own now."""
         folder = Path(folder)
         make_folder(folder)
-        write_tensors(folder / WEIGHTS_FILE, self.state_dict())
+        write_tensors(folder / WEIGHTS_FILE, self.state_dict() if weights is None else weights)
         write_atomically(folder / CONFIG_FILE, json.dumps({"format": "vmd", "model": to_dict(self.config)}, indent=2))
         return folder
 

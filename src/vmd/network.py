@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vmd.attention import CleanPrefix, KVCache, attend, block_causal, visibility
+from vmd.attention import CleanPrefix, KVCache, Visibility, Visible, attend, of_first_queries
 from vmd.config import ModelConfig
 from vmd.latent import Categorical, Gaussian
 from vmd.masking import apply_mask
@@ -58,7 +58,7 @@ class Block(nn.Module):
         self,
         h: Tensor,
         angles: Tensor,
-        visible: Tensor | None,
+        visible: Visible,
         condition: Tensor | None,
         cache: Keys | None,
         layer: int,
@@ -78,14 +78,13 @@ class Block(nn.Module):
         return h + gate_by(self.mlp(modulate(self.mlp_norm(h), shift2, scale2)), gate2)
 
     def attention(
-        self, h: Tensor, angles: Tensor, visible: Tensor | None, cache: Keys | None, layer: int, keep: int | None
+        self, h: Tensor, angles: Tensor, visible: Visible, cache: Keys | None, layer: int, keep: int | None
     ) -> Tensor:
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
         q, k = rotate(q[:, :, :keep], angles[:keep]), rotate(k, angles)
         if cache is not None:
             k, v = cache.update(layer, k, v)
-        visible = None if visible is None else visible[:keep]
-        return self.attention_out(attend(q, k, v, visible).transpose(1, 2).flatten(2))
+        return self.attention_out(attend(q, k, v, of_first_queries(visible, keep)).transpose(1, 2).flatten(2))
 
     def mlp(self, h: Tensor) -> Tensor:
         return self.mlp_out(F.gelu(self.mlp_in(h), approximate="tanh"))
@@ -116,7 +115,7 @@ class Trunk(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        visible: Tensor | None,
+        visible: Visible,
         *,
         added: Tensor | None = None,
         condition: Tensor | None = None,
@@ -136,7 +135,7 @@ class Trunk(nn.Module):
         self,
         h: Tensor,
         positions: Tensor,
-        visible: Tensor | None,
+        visible: Visible,
         layers: range,
         condition: Tensor | None,
         cache: Keys | None,
@@ -228,8 +227,7 @@ class Decoder(nn.Module):
             self.pathway = LatentPathway(config) if kind == "gaussian" else CodePathway(config)
         self.pool = MeanPool()
         if config.blocks > 1:
-            visible = visibility(config.length, config.block_size, own_clean_block=False)
-            self.register_buffer("visible", visible, persistent=False)
+            self.visible = Visibility(config.length, config.block_size, own_clean_block=False)
 
     def forward(self, xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
         """Logits (B, L, V) of every noisy position, from one pass over the doubled sequence [xt ; x0].
@@ -248,7 +246,7 @@ class Decoder(nn.Module):
             clean = condition if self.config.latent.on_clean else torch.zeros_like(condition)
             condition = torch.cat([condition, clean], dim=1)
         doubled = torch.cat([xt, x0], dim=1)
-        return self._run(doubled, positions.repeat(2), self.get_buffer("visible"), condition, None, keep=length)
+        return self._run(doubled, positions.repeat(2), self.visible(), condition, None, keep=length)
 
     def forward_block(self, tokens: Tensor, block: int, z: Tensor | None, cache: KVCache, *, clean: bool) -> Tensor:
         """The same for the tokens (B, r) of one block behind the cached clean prefix; z is that block's (B, dim)."""
@@ -268,7 +266,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        visible: Tensor | None,
+        visible: Visible,
         condition: Tensor | None,
         cache: KVCache | None,
         keep: int | None = None,
@@ -305,7 +303,7 @@ class Decoder(nn.Module):
             h = trunk.token(xt) + trunk.position(positions)
             h = trunk.run_layers(h, positions, None, range(split), None, None)
             return CodeFeatures(h, None, positions, self.code_prior(h))
-        doubled, visible = torch.cat([xt, x0], dim=1), self.get_buffer("visible")
+        doubled, visible = torch.cat([xt, x0], dim=1), self.visible()
         both = positions.repeat(2)
         keep = length if split == c.layers else None
         h = trunk.run_layers(trunk.token(doubled) + trunk.position(both), both, visible, range(split), None, None, keep)
@@ -313,7 +311,7 @@ class Decoder(nn.Module):
         prefix = CleanPrefix()
         if split < c.layers:
             with prefix.recording():
-                trunk.run_layers(clean, positions, visible[length:, length:], range(split, c.layers), None, prefix)
+                trunk.run_layers(clean, positions, self.visible.clean, range(split, c.layers), None, prefix)
         return CodeFeatures(noisy, prefix, positions, self.code_prior(noisy))
 
     def code_block_features(self, tokens: Tensor, block: int, cache: KVCache) -> CodeFeatures:
@@ -339,9 +337,9 @@ class Decoder(nn.Module):
             condition = pathway.code(code)  # (B n, C, D)
             per_token = condition.repeat_interleave(h.shape[1] // code.shape[1], dim=1)
             h = h.repeat_interleave(each, dim=0) + pathway.scale * per_token
-            visible = None
+            visible: Visible = None
             if isinstance(features.prefix, CleanPrefix):
-                visible = self.get_buffer("visible")[: c.length]
+                visible = of_first_queries(self.visible(), c.length)
             layers = range(c.layers - c.latent.code_layers, c.layers)
             h = self.trunk.run_layers(h, features.positions, visible, layers, F.silu(condition), features.prefix)
         return self.trunk.norm(h)
@@ -437,11 +435,9 @@ class Encoder(nn.Module):
         self.head = nn.Linear(config.width, 2 * config.latent.dim)
         length, r, sees_mask = config.length, config.block_size, config.latent.encoder_sees_mask
         if config.latent.encoder_stream == "doubled":
-            self.register_buffer("visible", visibility(length, r, own_clean_block=True), persistent=False)
-        elif config.blocks > 1 and sees_mask:
-            self.register_buffer("visible", visibility(length, r, own_clean_block=False), persistent=False)
+            self.visible = Visibility(length, r, own_clean_block=True)
         elif config.blocks > 1:
-            self.register_buffer("visible", block_causal(length, r), persistent=False)
+            self.visible = Visibility(length, r, own_clean_block=False)
         if config.latent.encoder_stream == "single" and sees_mask:
             self.mask_bit = nn.Embedding(2, config.width)
 
@@ -462,19 +458,19 @@ class Encoder(nn.Module):
         xt = apply_mask(x0, mask, self.config.vocab_size)
         clean = apply_mask(x0, hidden, self.config.vocab_size) if self.config.blocks == 1 else x0
         both = torch.cat([xt, clean], dim=1)
-        return self.trunk(both, positions.repeat(2), self.get_buffer("visible"), keep=x0.shape[1])
+        return self.trunk(both, positions.repeat(2), self.visible(), keep=x0.shape[1])
 
     def single_stream(self, x0: Tensor, mask: Tensor, hidden: Tensor) -> Tensor:
         """Tokens with their mask bits. With several blocks each sees itself so, and the earlier ones clean."""
         length, blocks = x0.shape[1], self.config.blocks
         positions = torch.arange(length, device=x0.device)
         if not self.config.latent.encoder_sees_mask:
-            return self.trunk(x0, positions, None if blocks == 1 else self.get_buffer("visible"))
+            return self.trunk(x0, positions, None if blocks == 1 else self.visible.clean)
         bits, shown = self.mask_bit(mask.long()), apply_mask(x0, hidden, self.config.vocab_size)
         if blocks == 1:
             return self.trunk(shown, positions, None, added=bits)
         doubled, bits = torch.cat([shown, x0], dim=1), torch.cat([bits, torch.zeros_like(bits)], dim=1)
-        return self.trunk(doubled, positions.repeat(2), self.get_buffer("visible"), added=bits, keep=length)
+        return self.trunk(doubled, positions.repeat(2), self.visible(), added=bits, keep=length)
 
 
 class PriorNetwork(nn.Module):
@@ -487,8 +483,7 @@ class PriorNetwork(nn.Module):
         self.pool = MeanPool()
         self.prior_head = nn.Linear(config.width, 2 * config.latent.dim)
         if config.blocks > 1:
-            visible = visibility(config.length, config.block_size, own_clean_block=False)
-            self.register_buffer("visible", visible, persistent=False)
+            self.visible = Visibility(config.length, config.block_size, own_clean_block=False)
 
     def forward(self, xt: Tensor, x0: Tensor) -> Gaussian:
         """For all blocks: (B, C, dim)."""
@@ -496,7 +491,7 @@ class PriorNetwork(nn.Module):
         if self.config.blocks == 1:
             return self._gaussian(self.trunk(xt, positions, None))
         doubled = torch.cat([xt, x0], dim=1)
-        return self._gaussian(self.trunk(doubled, positions.repeat(2), self.get_buffer("visible"), keep=xt.shape[1]))
+        return self._gaussian(self.trunk(doubled, positions.repeat(2), self.visible(), keep=xt.shape[1]))
 
     def forward_block(self, tokens: Tensor, block: int, cache: KVCache) -> Gaussian:
         """For the tokens (B, r) of one block behind the cached clean prefix: (B, 1, dim)."""

@@ -1,5 +1,6 @@
 """A progress bar with rate and time left, on stderr, so that results on stdout stay clean."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +8,14 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], None]]:
-    """Yields `update(done, text)`. Off a terminal it writes a line for every tenth."""
+    """Yields `update(done, text)`. Off a terminal it writes a line for every tenth; of several processes the first does."""
+    if os.environ.get("RANK", "0") != "0":
+
+        def keep_quiet(done: int, text: str = "") -> None:
+            pass
+
+        yield keep_quiet
+        return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
     from rich.text import Text

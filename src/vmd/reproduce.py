@@ -22,6 +22,7 @@ from vmd.config import RunConfig, override_all, require, require_choice, require
 from vmd.data.synthetic import Law, law
 from vmd.ensemble import Ensemble
 from vmd.files import make_folder, read_json, write_atomically
+from vmd.masking import Rows
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
 from vmd.presets import FAMILIES, FOUR_TOKEN, TWO_TOKEN, synthetic
@@ -148,12 +149,15 @@ class StackedLaws:
         self.cumulative = pad(cumulative, batch_first=True, padding_value=2.0)  # (M, S)
         self.last = torch.tensor([[len(law.sequences) - 1] for law in laws])
 
-    def batch(self, step: int, size: int, *, generator: torch.Generator | None = None, device=None) -> Tensor:
+    def batch(
+        self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
+    ) -> Tensor:
         for name in ("sequences", "cumulative", "last"):
             setattr(self, name, getattr(self, name).to(device))
         u = torch.rand(len(self.laws), size, generator=generator, device=device, dtype=torch.float64)
         index = torch.minimum(torch.searchsorted(self.cumulative, u, right=True), self.last)
-        return self.sequences.gather(1, index.unsqueeze(-1).expand(-1, -1, self.length))
+        drawn = self.sequences.gather(1, index.unsqueeze(-1).expand(-1, -1, self.length))
+        return drawn if rows is None else rows.of(drawn, dim=1)
 
 
 def groups_of(cells: list[Cell]) -> list[list[Cell]]:

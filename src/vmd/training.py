@@ -15,19 +15,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from vmd.attention import tiled
 from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_checkpoint
-from vmd.config import InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
+from vmd.config import InvalidInput, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import DEAD, code_posterior, diagnose
+from vmd.distributed import (
+    full,
+    gradients_kept_local,
+    highest_of_all,
+    local,
+    mean_of_all,
+    my_rows,
+    parallel,
+    rank,
+    sum_over_shards,
+    take_shard,
+    wait_for_all,
+    world_size,
+)
 from vmd.ensemble import Ensemble
 from vmd.files import claimed, make_folder, write_atomically
-from vmd.masking import Masks, draw_masks, draw_steps
+from vmd.masking import Masks, Rows, draw_masks, draw_steps
 from vmd.model import VMD
 from vmd.objective import Loss
+from vmd.optimizers import Optimizers, make_optimizer
 
 
 class TrainingDiverged(RuntimeError):
@@ -104,57 +121,57 @@ def draw_batch(
     size: int,
     fixed: Tensor | None,
     generator: torch.Generator,
+    rows: Rows | None = None,
 ) -> Batch:
-    """Algorithms 1 and 3, the sampling lines: data, masks and the encoder's noise. Leading dimensions are models."""
+    """Algorithms 1 and 3, the sampling lines: data, masks and the encoder's noise. Leading dimensions are models.
+
+    With `rows`, these rows of the batch: their chance does not depend on who draws the others.
+    """
     config = model.config
-    x0 = data.batch(step, size, generator=generator, device=generator.device)
-    rows, r = x0.flatten(0, -2), config.block_size
+    share = {} if rows is None else {"rows": rows}
+    x0 = data.batch(step, size, generator=generator, device=generator.device, **share)
+    flat, r = x0.flatten(0, -2), config.block_size
     if objective.masking == "steps":
         whole = objective.z == "once" and config.has_latent and max(objective.steps) > 1
-        masks = draw_steps(rows, r, objective.steps, whole=whole, fixed=fixed, generator=generator)
+        masks = draw_steps(flat, r, objective.steps, whole=whole, fixed=fixed, generator=generator, rows=rows)
     else:
-        masks = draw_masks(rows, r, kind=objective.masking, fixed=fixed, generator=generator)
+        masks = draw_masks(flat, r, kind=objective.masking, fixed=fixed, generator=generator, rows=rows)
     masks = Masks(*(part.view(*x0.shape[:-1], *part.shape[1:]) for part in masks))
     noise = None
     if config.latent.kind == "gaussian":
         draws = [objective.samples] if objective.samples > 1 else []
-        shape = (*x0.shape[:-2], *draws, x0.shape[-2], config.blocks, config.latent.dim)
+        shape = (*x0.shape[:-2], *draws, size, config.blocks, config.latent.dim)
         noise = torch.randn(shape, generator=generator, device=generator.device)
+        noise = noise if rows is None else rows.of(noise, dim=-3)
     return Batch(x0, masks, noise)
 
 
-def mean_loss(model: VMD | Ensemble, batch: Batch, kl_weight: Tensor, free_bits: float) -> Loss:
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """The batch of one model in equal parts, whose gradients are added up."""
+    if count == 1:
+        return [batch]
+    noises = [None] * count if batch.noise is None else batch.noise.chunk(count, dim=-3)
+    masks = zip(*(part.chunk(count) for part in batch.masks), strict=True)
+    return [Batch(x0, Masks(*m), noise) for x0, m, noise in zip(batch.x0.chunk(count), masks, noises, strict=True)]
+
+
+def mean_loss(model: nn.Module, batch: Batch, kl_weight: Tensor, free_bits: float) -> Loss:
     """Nats per token, (): of one model, or (M,): of each model of an ensemble. Pure: this is what gets compiled."""
     loss = model(batch.x0, batch.masks, batch.noise, kl_weight, free_bits)
-    return Loss(*(part.mean(-1) / model.config.length for part in loss))
+    return Loss(*(part.mean(-1) / batch.x0.shape[-1] for part in loss))
 
 
 def clip_gradients(parameters: list[Tensor], largest: float, *, per_model: bool) -> Tensor:
     """Scale the gradients down to the largest norm allowed; an ensemble's models are scaled each by its own norm."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = [g.reshape(len(g), -1).norm(dim=1) if per_model else g.norm() for g in gradients]
-    norm = torch.stack(norms).norm(dim=0)
+    sharded = any(isinstance(p, DTensor) for p in parameters)
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    squares = [g.reshape(len(g), -1).square().sum(1) if per_model else g.square().sum() for g in gradients]
+    norm = sum_over_shards(torch.stack(squares).sum(0), sharded=sharded).sqrt()
     if largest > 0:
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
         for g in gradients:
             g.mul_(scale.view(-1, *[1] * (g.dim() - 1)) if per_model else scale)
     return norm
-
-
-def make_optimizer(model: VMD | Ensemble, config: TrainingConfig) -> torch.optim.Optimizer:
-    """Adam as the paper has it, or AdamW with decay on matrices only."""
-    parameters = list(model.parameters())
-    options: dict[str, Any] = {"lr": config.learning_rate, "fused": parameters[0].is_cuda}
-    if config.capture:  # a recorded step reads its learning rate from the device
-        options |= {"lr": torch.tensor(config.learning_rate, device=parameters[0].device), "capturable": True}
-    if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, weight_decay=config.weight_decay, **options)
-    leading = 1 if isinstance(model, Ensemble) else 0
-    groups = [
-        {"params": [p for p in parameters if p.dim() - leading >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() - leading < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, **options)
 
 
 @contextmanager
@@ -173,21 +190,43 @@ def precision(name: str) -> Iterator[None]:
 
 
 def check_precision(training: TrainingConfig, device: str) -> None:
+    require(
+        training.attention != "tiles" or (training.compile and device == "cuda"),
+        f"training.attention=tiles: expected dense on {device} or without training.compile",
+    )
     require(not training.capture or device == "cuda", f"training.capture=true: expected false on {device}: it needs a GPU")
+    require(not training.capture or world_size() == 1, "training.capture=true: expected false with several processes")
+    shares = world_size() * training.accumulate
+    require(
+        training.batch_size % shares == 0,
+        f"training.batch_size={training.batch_size}: expected a multiple of {shares}, processes x training.accumulate",
+    )
     require(
         training.precision == "float32" or device == "cuda",
         f"training.precision={training.precision}: expected float32 on {device}",
     )
 
 
+def uses_tiles(training: TrainingConfig, model: ModelConfig, device: str) -> bool:
+    """Skipping what is not seen pays where sequences are longer than a tile."""
+    if training.attention == "auto":
+        return training.compile and device == "cuda" and model.blocks > 1 and model.length >= 128
+    return training.attention == "tiles"
+
+
 class Step:
     """One optimisation step. Recorded as a CUDA graph after its first run if the configuration says so."""
 
-    def __init__(self, model: VMD | Ensemble, run: RunConfig, optimizer: torch.optim.Optimizer, average: dict | None):
-        self.model, self.run, self.optimizer = model, run, optimizer
+    def __init__(
+        self, model: VMD | Ensemble, run: RunConfig, optimizer: Optimizers, average: dict | None, network: nn.Module
+    ):
+        """`network` is what is called: the model, or the model in step with other processes'."""
+        self.network, self.run, self.optimizer = network, run, optimizer
         self.parameters: list[Tensor] = list(model.parameters())
-        self.average = None if average is None else list(average.values())
-        self.loss_function = torch.compile(mean_loss) if run.training.compile else mean_loss
+        self.per_model = isinstance(model, Ensemble)
+        self.average = None if average is None else [local(a) for a in average.values()]
+        whole = run.training.compile and not any(isinstance(p, DTensor) for p in self.parameters)
+        self.loss_function = torch.compile(mean_loss) if whole else mean_loss
         device = self.parameters[0].device
         self.follow = torch.zeros((), device=device)  # how far the average moves towards the weights
         self.ran = False
@@ -218,17 +257,22 @@ class Step:
         return self.outputs
 
     def take(self, batch: Batch, kl_weight: Tensor) -> tuple[Loss, Tensor]:
-        with precision(self.run.training.precision):
-            loss = self.loss_function(self.model, batch, kl_weight, self.run.objective.free_bits)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.total.sum().backward()
-        norm = clip_gradients(self.parameters, self.run.training.clip, per_model=isinstance(self.model, Ensemble))
+        parts = micro_batches(batch, self.run.training.accumulate)
+        losses: list[Loss] = []
+        self.optimizer.zero_grad(set_to_none=True)
+        for index, part in enumerate(parts):
+            last = index + 1 == len(parts)
+            with gradients_kept_local(self.network, not last), precision(self.run.training.precision):
+                loss = self.loss_function(self.network, part, kl_weight, self.run.objective.free_bits)
+                (loss.total.sum() / len(parts)).backward()
+            losses.append(Loss(*(value.detach() for value in loss)))
+        norm = clip_gradients(self.parameters, self.run.training.clip, per_model=self.per_model)
         self.optimizer.step()
         if self.average is not None:
-            change = torch._foreach_sub([p.detach() for p in self.parameters], self.average)
+            change = torch._foreach_sub([local(p.detach()) for p in self.parameters], self.average)
             torch._foreach_mul_(change, self.follow)
             torch._foreach_add_(self.average, change)
-        return Loss(*(part.detach() for part in loss)), norm
+        return Loss(*(torch.stack(values).mean(0) for values in zip(*losses, strict=True))), norm
 
 
 @torch.no_grad()
@@ -236,7 +280,7 @@ def split_dead_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Gener
     """Let each unused code take over half of a costly one: a copy with a little noise, and half of its prior.
 
     Two modes of the data that share a code stay together for ever, because a code with no share of the data has no gradient
-    towards them. A split changes next to nothing at first; then the halves grow apart.
+    towards them. A split changes next to nothing at first; then the halves grow apart. Every process splits the same codes.
     """
     if isinstance(model, Ensemble):
         for index in range(len(model)):
@@ -249,9 +293,10 @@ def split_dead_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Gener
 def split_member(
     model: VMD, parameters: dict[str, Tensor], x0: Tensor, fixed: Tensor | None, generator: torch.Generator
 ) -> None:
-    posterior, _, log_likelihood = code_posterior(model, x0[:1024], fixed)  # (blocks of all rows, K)
-    usage = posterior.mean(0)
-    cost = -(posterior * log_likelihood).mean(0)  # nats per block that each code leaves to its tokens
+    shown = x0[:: math.ceil(len(x0) * world_size() / 1024)]  # of some thousand rows of all processes
+    posterior, _, log_likelihood = code_posterior(model, shown, fixed)  # (blocks of all rows, K)
+    usage = mean_of_all(posterior.mean(0))
+    cost = mean_of_all(-(posterior * log_likelihood).mean(0))  # nats per block that each code leaves to its tokens
     dead = (usage < DEAD / len(usage)).nonzero().flatten()
     costly = (cost / usage.clamp(min=1e-9) > 0.1) & (usage >= DEAD / len(usage))
     source = cost.masked_fill(~costly, 0).argsort(descending=True)[: int(costly.sum())]
@@ -259,18 +304,19 @@ def split_member(
     if count == 0:
         return
     dead, source = dead[:count], source[:count]
-    pathway = "decoder.pathway."
-    for name in CODE_ROWS:
-        rows = parameters.get(pathway + name)
-        if rows is not None:
+    names = ("code_scale.weight", "code_shift.weight", "code_table.weight", "code.weight", "prior.weight", "prior.bias")
+    for name in names:
+        kept = parameters.get(f"decoder.pathway.{name}")
+        if kept is None:
+            continue
+        rows = full(kept).clone()
+        if name == "prior.bias":
+            rows[source] -= math.log(2)
+        rows[dead] = rows[source]
+        if not name.startswith("prior"):
             noise = torch.randn(rows[source].shape, generator=generator, device=rows.device)
-            rows[dead] = rows[source] + 0.1 * rows[source].std(-1, keepdim=True) * noise
-    parameters[pathway + "prior.weight"][dead] = parameters[pathway + "prior.weight"][source]
-    parameters[pathway + "prior.bias"][source] -= math.log(2)
-    parameters[pathway + "prior.bias"][dead] = parameters[pathway + "prior.bias"][source]
-
-
-CODE_ROWS = ("code_scale.weight", "code_shift.weight", "code_table.weight", "code.weight")
+            rows[dead] += 0.1 * rows[source].std(-1, keepdim=True) * noise
+        kept.copy_(take_shard(rows, kept))
 
 
 def train(
@@ -301,6 +347,13 @@ def train(
         f"data of length {data.length} with {data.vocab_size} symbols: expected length {model.config.length} "
         f"and at most {model.config.vocab_size} symbols, the model's",
     )
+    require(
+        isinstance(model, VMD) or (world_size() == 1 and training.accumulate == 1),
+        "an ensemble: expected one process and training.accumulate=1",
+    )
+    rows = my_rows(training.batch_size) if world_size() > 1 else None
+    leads = rank() == 0  # one process writes what all have done
+    network = parallel(model, training.parallel, compiled=training.compile)
     optimizer = make_optimizer(model, training)
     parameters = dict(model.named_parameters())
     average = {name: p.detach().clone() for name, p in parameters.items()} if training.ema else None
@@ -308,12 +361,12 @@ def train(
     if isinstance(model, Ensemble) and weights.dim() == 0:
         weights = weights.expand(len(model))
     generator = torch.Generator(device)
-    take_step = Step(model, config, optimizer, average)
+    take_step = Step(model, config, optimizer, average, network)
     splits = training.split_codes_every if model.config.latent.kind == "categorical" else 0
 
     with ExitStack() as stack:
         first, log = 0, []
-        if out is not None:
+        if out is not None and leads:
             make_folder(out)
             stack.enter_context(claimed(out))
             used = (out / "metrics.jsonl").exists() or bool(checkpoint_files(out))
@@ -322,9 +375,11 @@ def train(
             require(out is not None, "resume: expected an output folder to resume from")
             first, told = load_newest_checkpoint(Path(out or ""), parameters, average, optimizer, to_dict(config))
             on_note(f"resuming {told}")
-            log = trim_log(Path(out or ""), first)
-        if out is not None:
+            wait_for_all()  # until every process has read what the first may now change
+            log = trim_log(Path(out or ""), first) if leads else []
+        if out is not None and leads:
             write_atomically(out / "run.json", json.dumps(to_dict(config), indent=2))
+        stack.enter_context(tiled(model, uses_tiles(training, model.config, device.type)))
         stop = stack.enter_context(StopSignals(out is not None))
         good = torch.ones((), dtype=torch.bool, device=device)  # read at log lines only: reading waits for the device
         bad_step = torch.zeros((), dtype=torch.long, device=device)
@@ -332,7 +387,7 @@ def train(
         started, last_time, last_step = time.perf_counter(), time.perf_counter(), first
         for step in range(first, training.steps):
             generator.manual_seed(step_seed(training.seed, step))
-            batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator)
+            batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator, rows)
             loss, norm = take_step(batch, weights * kl_warmup(objective, step), step)
             finite = loss.total.isfinite().all()
             bad_step = torch.where(good & ~finite, step, bad_step)
@@ -341,18 +396,22 @@ def train(
                 split_dead_codes(model, batch, generator, fixed)
             done, record = step + 1, None
             stopped_by = stop.received  # read once: a signal that comes later in this step waits for the next
+            if world_size() > 1:  # all processes must stop after the same step
+                stopped_by = highest_of_all(stopped_by or 0) or None if done % AGREE_EVERY == 0 else None
             saving = out is not None and (
                 done % training.checkpoint_every == 0 or done == training.steps or stopped_by is not None
             )
             logging = done % training.log_every == 0 or done == training.steps or done == 1
-            if (logging or saving) and not bool(good):
-                raise TrainingDiverged(divergence(int(bad_step), training, out))
+            if (logging or saving) and highest_of_all(int(not good)):
+                where = training.steps - highest_of_all(0 if good else training.steps - int(bad_step))
+                raise TrainingDiverged(divergence(where, training, out))
             if logging:
                 now = time.perf_counter()
-                tokens = (done - last_step) * batch.x0.numel()
-                record = {"step": done} | {
-                    name: float(value.float().mean()) for name, value in [*loss._asdict().items(), ("gradient_norm", norm)]
-                }
+                tokens = (done - last_step) * batch.x0.numel() * world_size()
+                values = torch.stack([value.float().mean() for value in (*loss, norm)])
+                record = {"step": done} | dict(
+                    zip((*Loss._fields, "gradient_norm"), mean_of_all(values).tolist(), strict=True)
+                )
                 record |= {"learning_rate": learning_rate(training, step), "tokens_per_second": tokens / (now - last_time)}
                 record |= {"seconds": now - started}
                 every = max(training.log_every, training.steps // 20)  # some twenty times in a run
@@ -360,10 +419,10 @@ def train(
                     record |= latent_record(model, batch, fixed, generator)
                 last_time, last_step = time.perf_counter(), done
                 log.append(record)
-                if out is not None:
+                if out is not None and leads:
                     append_line(out / "metrics.jsonl", record)
             if saving and out is not None:
-                save_checkpoint(out, done, parameters, average, optimizer, to_dict(config))
+                save_checkpoint(out, done, parameters, average, optimizer, to_dict(config), write=leads)
             on_step(done, record)
             if stopped_by is not None and done < training.steps:
                 raise Stopped(done, stopped_by)
@@ -373,8 +432,13 @@ def train(
                     parameter.copy_(average[name])
         model.eval()
         if out is not None and isinstance(model, VMD):
-            model.save_pretrained(out)
+            weights_now = {name: full(p) for name, p in parameters.items()}
+            if leads:
+                model.save_pretrained(out, weights_now)
     return log
+
+
+AGREE_EVERY = 10  # steps between the moments at which several processes ask each other whether to stop
 
 
 def divergence(step: int, training: TrainingConfig, out: Path | None) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vmd.data.arrays import ArrayData, load_array
 from vmd.data.synthetic import Law, law
+from vmd.masking import Rows
 
 
 class Dataset(Protocol):
@@ -16,7 +17,9 @@ class Dataset(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def symbols(self) -> tuple[str, ...]: ...
-    def batch(self, step: int, size: int, *, generator: torch.Generator | None = None, device=None) -> Tensor: ...
+    def batch(
+        self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
+    ) -> Tensor: ...
 
 
 def load_data(name: str, seed: int = 0) -> "Law | ArrayData":

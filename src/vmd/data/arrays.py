@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, require
+from vmd.masking import Rows
 
 
 class ArrayData:
@@ -25,14 +26,16 @@ class ArrayData:
         self.symbols: tuple[str, ...] = ()
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
-    def batch(self, step: int, size: int, *, generator: torch.Generator | None = None, device=None) -> Tensor:
-        """(size, L); `generator` is not needed: the order is fixed by the seed."""
-        rows = len(self.tokens)
-        positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
-        index = np.empty(size, dtype=np.int64)
-        for epoch in np.unique(positions // rows):
-            here = positions // rows == epoch
-            index[here] = self._permutation(int(epoch))[positions[here] % rows]
+    def batch(
+        self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
+    ) -> Tensor:
+        """(size, L), or these rows of it; `generator` is not needed: the order is fixed by the seed."""
+        count, (start, stop, _) = len(self.tokens), rows or Rows(0, size, size)
+        positions = np.arange(step * size + start, step * size + stop, dtype=np.int64)
+        index = np.empty(len(positions), dtype=np.int64)
+        for epoch in np.unique(positions // count):
+            here = positions // count == epoch
+            index[here] = self._permutation(int(epoch))[positions[here] % count]
         return torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64)).to(device)
 
     def _permutation(self, epoch: int) -> np.ndarray:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, require
+from vmd.masking import Rows
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,11 @@ class Law:
         index = torch.searchsorted(cumulative, u, right=True).clamp(max=len(self.sequences) - 1)
         return self.sequences.to(device)[index]
 
-    def batch(self, step: int, size: int, *, generator: torch.Generator | None = None, device=None) -> Tensor:
-        return self.draw(size, generator=generator, device=device)
+    def batch(
+        self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
+    ) -> Tensor:
+        drawn = self.draw(size, generator=generator, device=device)
+        return drawn if rows is None else rows.of(drawn)
 
     def marginals(self) -> Tensor:
         """(L, V): the law of each position alone."""

@@ -1,0 +1,164 @@
+"""Several processes as one: what `torchrun` starts. In a process of its own everything here is the identity.
+
+A step draws the chance of the whole batch in every process and each takes its rows, so that a run is the same run on any
+number of processes.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from vmd.config import require
+from vmd.masking import Rows
+
+T = TypeVar("T")
+
+
+def join(device: str) -> None:
+    """Meet the other processes that torchrun started. On GPUs each takes its own; `cuda` then means that one."""
+    if dist.is_initialized():
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        require(local_rank < count, f"process {local_rank} of this machine: expected fewer than {count}, one for each GPU")
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+
+
+def leave() -> None:
+    """Nobody leaves while another still talks."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def my_rows(total: int) -> Rows:
+    """An even share of a batch; `total` must be a multiple of the number of processes."""
+    size, each = world_size(), total // world_size()
+    require(total % size == 0, f"a batch of {total} rows: expected a multiple of {size}, the number of processes")
+    return Rows(rank() * each, (rank() + 1) * each, total)
+
+
+def my_share(count: int) -> range:
+    """This process's part of `count` things, as even as it can be; contiguous, in the order of ranks."""
+    return range(rank() * count // world_size(), (rank() + 1) * count // world_size())
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def mean_of_all(x: Tensor) -> Tensor:
+    """The mean over processes that hold equal shares."""
+    if not dist.is_initialized():
+        return x
+    x = x.clone()
+    dist.all_reduce(x)
+    return x / world_size()
+
+
+def highest_of_all(number: int) -> int:
+    """On the host: it waits for the other processes, but not for the device."""
+    if not dist.is_initialized():
+        return number
+    x = torch.tensor(number)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return int(x)
+
+
+def gather_lists(mine: list[T]) -> list[T]:
+    """All processes' lists one after the other, in every process: tensors on the CPU and numbers."""
+    if not dist.is_initialized():
+        return mine
+    parts: list[Any] = [None] * world_size()
+    dist.all_gather_object(parts, mine)
+    return [item for part in parts for item in part]
+
+
+# Data parallel, or with every process holding a part of every weight.
+
+
+def parallel(model: nn.Module, kind: str, *, compiled: bool) -> nn.Module:
+    """The module to call in training: the model itself, or the same model kept in step with the other processes'.
+
+    ddp: every process has all weights, gradients are averaged while they are computed.
+    fsdp: every process keeps a share of each weight (`fully_shard`), which is put together layer by layer when needed.
+    """
+    if not dist.is_initialized():
+        return model
+    device = next(model.parameters()).device
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    from vmd.network import Block
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for part in model.modules():
+        if isinstance(part, Block):
+            if compiled:
+                part.compile()
+            fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for method in ("codes", "encode", "denoise", "gaussian_prior"):  # what diagnostics call
+        register_fsdp_forward_method(model, method)
+    return model
+
+
+@contextmanager
+def gradients_kept_local(model: nn.Module, on: bool) -> Iterator[None]:
+    """Inside, backward passes only add to this process's gradients: all but the last of accumulated ones."""
+    if isinstance(model, nn.parallel.DistributedDataParallel) and on:
+        with model.no_sync():
+            yield
+        return
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(not on)  # type: ignore[operator]
+    yield
+
+
+def local(x: Tensor) -> Tensor:
+    """This process's part of a tensor; shares its memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def full(x: Tensor) -> Tensor:
+    """The whole of a tensor that processes share. All of them must ask."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def take_shard(whole: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `full`: a tensor that is kept as `like` is. Every process must hold the same whole."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def sum_over_shards(x: Tensor, *, sharded: bool) -> Tensor:
+    if sharded:
+        dist.all_reduce(x)
+    return x
+
+
+def gather_rows(mine: Tensor) -> Tensor:
+    """All processes' rows one after the other, on the CPU if there are several."""
+    return mine if not dist.is_initialized() else torch.cat(gather_lists([mine.cpu()]))
