@@ -150,8 +150,11 @@ class LawOracle:
     def latent_shape(self, batch: int):
         return None
 
-    def predictor(self, batch: int, *, cached: bool = True):
+    def predictor(self, batch: int, *, cached: bool = True, recorded: bool = False):
         return self
+
+    def prepare(self, block: int):
+        return None
 
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
         self.calls.append(block)

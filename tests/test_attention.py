@@ -73,29 +73,27 @@ def test_what_is_not_visible_has_no_influence(generator):
     assert torch.equal(attend(q, k, v, visible), before)
 
 
-def test_an_update_without_advance_is_forgotten(generator):
-    cache = KVCache(2, 1, 1, 6, 4)
-    kept, passing, after = (torch.randn(1, 1, 2, 4, generator=generator) for _ in range(3))
-    cache.update(0, kept, kept + 1)
-    cache.advance(2)
-    cache.update(0, passing, passing)  # a denoising pass: read, not kept
-    keys, values = cache.update(0, after, after + 1)
-    assert torch.equal(keys, torch.cat([kept, after], dim=2))
-    assert torch.equal(values, torch.cat([kept, after], dim=2) + 1)
-
-
-def test_an_advanced_update_stays(generator):
-    cache = KVCache(1, 1, 1, 6, 4)
+def test_a_pass_reads_what_stands_before_it_and_itself(generator):
+    cache = KVCache(1, 1, 1, 6, 4, 2)
     parts = [torch.randn(1, 1, 2, 4, generator=generator) for _ in range(3)]
-    for part in parts:
+    for block, part in enumerate(parts):
+        cache.look(torch.arange(2) + 2 * block, 2 * block + 2, everything=True)
+        cache.update(0, part + 5, part + 5)  # a denoising pass, replaced by the finished block's
         keys, values = cache.update(0, part, 2 * part)
-        cache.advance(2)
     assert torch.equal(keys, torch.cat(parts, dim=2))
     assert torch.equal(values, 2 * torch.cat(parts, dim=2))
 
 
+@pytest.mark.parametrize("reach", [6, 8])
+def test_tokens_of_a_pass_see_up_to_the_end_of_their_own_block(reach):
+    cache = KVCache(1, 1, 1, 8, 4, 2)
+    cache.look(torch.tensor([2, 3, 4, 5]), reach, everything=False)
+    assert cache.visible.tolist() == [[key < end for key in range(reach)] for end in (4, 4, 6, 6)]
+
+
 def test_layers_have_caches_of_their_own(generator):
-    cache = KVCache(2, 1, 1, 2, 4)
+    cache = KVCache(2, 1, 1, 2, 4, 2)
+    cache.look(torch.arange(2), 2, everything=True)
     first, second = (torch.randn(1, 1, 2, 4, generator=generator) for _ in range(2))
     keys, _ = cache.update(0, first, first)
     cache.update(1, second, second)

@@ -250,7 +250,7 @@ def test_cached_samples_equal_uncached_samples(z_config, z, rule):
     )
     assert torch.equal(cached.tokens, uncached.tokens)
     assert cached.nfe == uncached.nfe == 6
-    assert (cached.cache_passes, uncached.cache_passes) == (2, 0)
+    assert cached.cache_passes == uncached.cache_passes == 0  # finished blocks go along with the next block's first step
 
 
 def test_one_block_has_no_cache_to_fill():

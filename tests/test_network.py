@@ -213,7 +213,14 @@ def test_one_block_runs_on_the_noisy_tokens_alone(r, expected, z_config):
 def test_a_cached_pass_runs_on_one_block():
     model = tiny_model(6, 2, z=latent())
     lengths = tokens_entering_trunk(model, lambda: model.sample(2, steps=2))
-    assert lengths == [2] * (3 * 2 + 2)  # two steps for each block, and two finished blocks that fill the cache
+    assert lengths == [2, 2, 4, 2, 4, 2]  # two steps for each block; the first takes the finished block before it along
+
+
+def test_a_finished_block_is_passed_alone_if_no_step_follows():
+    model = tiny_model(8, 2, z=latent())
+    prompt = torch.tensor([[1, 1, 1, 1, -1, -1, -1, -1]])
+    lengths = tokens_entering_trunk(model, lambda: model.sample(prompt=prompt, steps=1))
+    assert lengths == [2, 4, 4]  # the first block alone, the second with the third, the third with the fourth
 
 
 @all_latents

@@ -21,12 +21,12 @@ SYSTEMS = {
 HEADS = {
     f"{name}, K = {codes}": ("model.latent.kind=categorical", f"model.latent.codes={codes}", *settings)
     for name, settings in {
-        "bilinear, rank 64": (),
-        "bilinear, rank 16": ("model.latent.head_dim=16",),
-        "bilinear, rank 4": ("model.latent.head_dim=4",),
-        "additive": ("model.latent.head=additive",),
-        "bilinear and last layer": ("model.latent.code_layers=1",),
-        "bilinear, no splitting": ("training.split_codes_every=0",),
+        "bilinear, rank 64": ("training.split_codes_every=0",),
+        "bilinear, rank 16": ("training.split_codes_every=0", "model.latent.head_dim=16"),
+        "bilinear, rank 4": ("training.split_codes_every=0", "model.latent.head_dim=4"),
+        "additive": ("training.split_codes_every=0", "model.latent.head=additive"),
+        "bilinear and last layer": ("training.split_codes_every=0", "model.latent.code_layers=1"),
+        "bilinear, rank 64, splitting": (),  # of unused codes; the others show what each head does by itself
     }.items()
     for codes in (16, 64, 256)
 }

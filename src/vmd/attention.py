@@ -115,6 +115,8 @@ class CleanPrefix:
     `update` puts them behind a pass's own, repeated where the pass has several rows for each clean one.
     """
 
+    visible: Tensor | None = None  # the pass says itself
+
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._recording = False
@@ -140,21 +142,26 @@ class CleanPrefix:
 class KVCache:
     """Keys and values of the clean blocks decoded so far. Preallocated; lives outside the network.
 
-    `update` writes a pass's keys and values behind the cached ones and returns both together. They stay only if
-    `advance` is called: a denoising pass reads the prefix and is forgotten, a pass over a finished block is kept.
+    A pass says by `look` where its tokens stand and how far it reads; `update` writes its keys and values there and returns
+    all that it reads. A denoising pass leaves noisy ones behind, which nothing sees until the pass over the finished block
+    replaces them. The places are a tensor, so that a recorded pass can be replayed for another block.
     """
 
-    def __init__(self, layers: int, batch: int, heads: int, length: int, head_dim: int, *, device=None, dtype=None):
+    def __init__(
+        self, layers: int, batch: int, heads: int, length: int, head_dim: int, block_size: int, *, device=None, dtype=None
+    ):
         shape = (layers, batch, heads, length, head_dim)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
-        self.values = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.block_size = block_size
+
+    def look(self, positions: Tensor, reach: int, *, everything: bool) -> None:
+        """Tokens at `positions` (T,) see the first `reach` keys up to the end of their own block, or simply all of them."""
+        self.positions, self.reach = positions, reach
+        ends = (positions // self.block_size + 1) * self.block_size
+        self.visible = None if everything else torch.arange(reach, device=positions.device) < ends.unsqueeze(1)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.length + k.shape[2]
-        self.keys[layer, :, :, self.length : end] = k
-        self.values[layer, :, :, self.length : end] = v
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
-
-    def advance(self, tokens: int) -> None:
-        self.length += tokens
+        self.keys[layer].index_copy_(2, self.positions, k)
+        self.values[layer].index_copy_(2, self.positions, v)
+        return self.keys[layer, :, :, : self.reach], self.values[layer, :, :, : self.reach]

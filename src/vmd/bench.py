@@ -4,13 +4,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vmd.config import ModelConfig, RunConfig, TrainingConfig, require
+from vmd.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, override_all, require, to_dict
+from vmd.files import hardware
+from vmd.flops import forward_flops
 from vmd.masking import Rows
 from vmd.model import VMD
+from vmd.sampling import check_settings
 from vmd.training import train
 
 NAIVE_TRAINING = "eager, dense mask over the doubled sequence, same precision"
@@ -30,52 +35,6 @@ class RandomTokens:
     ) -> Tensor:
         drawn = torch.randint(self.vocab_size, (size, self.length), generator=generator, device=device)
         return drawn if rows is None else rows.of(drawn)
-
-
-def forward_flops(config: ModelConfig) -> float:
-    """Operations of the matrix products of one training sequence's forward pass: useful work only.
-
-    A product of (m, k) and (k, n) counts 2 m k n. Attention counts the pairs that see each other, twice (scores, values).
-    Of the last layer the clean stream's keys and values count, since nothing reads the rest.
-    """
-    c, d, length, r = config, config.width, config.length, config.block_size
-    latent = config.latent
-    keys_values, rest = 2 * d * 2 * d, 2 * d * (2 * d + 2 * c.mlp_ratio * d)  # per token: k and v; q, out and MLP
-    pairs_clean = length * (length + r) / 2  # block-causal
-    pairs_noisy = length * r + length * (length - r) / 2  # own block, and the clean blocks before
-    doubled = c.blocks > 1
-    attention = 4 * d  # per pair
-
-    def trunk(layers: int, noisy_clean_pairs: float = pairs_noisy) -> float:
-        """Layers over [xt ; x0], or over one stream if there is one block."""
-        noisy = length * (keys_values + rest) + attention * (noisy_clean_pairs if doubled else length * length)
-        clean = length * (keys_values + rest) + attention * pairs_clean
-        last_clean = length * keys_values
-        return layers * noisy + ((layers - 1) * clean + last_clean if doubled else 0)
-
-    total = trunk(c.layers) + 2 * length * d * c.vocab_size
-    if latent.kind == "gaussian":
-        if latent.encoder_stream == "doubled" or (doubled and latent.encoder_sees_mask):
-            total += trunk(latent.encoder_layers)
-        else:
-            total += latent.encoder_layers * (
-                length * (keys_values + rest) + attention * (pairs_clean if doubled else length * length)
-            )
-        streams = 2 if doubled and latent.on_clean else 1
-        total += c.blocks * streams * 2 * (latent.dim * d + d * d + c.layers * 6 * d * d + 2 * d * d)
-        if latent.prior == "learned":
-            total += trunk(latent.prior_layers)
-    if latent.kind == "categorical":
-        total += c.blocks * 2 * d * latent.codes  # the prior
-        if latent.code_layers:  # the noisy stream once more for every code
-            per_code = length * (keys_values + rest) + attention * (pairs_noisy if doubled else length * length)
-            total += latent.codes * latent.code_layers * per_code
-        if latent.head == "bilinear":
-            rank = latent.head_dim or d
-            total += 2 * length * d * rank + 2 * length * rank * c.vocab_size * latent.codes
-        else:
-            total += 2 * length * c.vocab_size * latent.codes
-    return float(total)
 
 
 def measured_ceiling(device: str, size: int = 0) -> float:
@@ -106,29 +65,40 @@ def timed(call: Callable[[], object], device: str, *, repeats: int, warmup: int 
     return seconds
 
 
-def fast_settings(training: TrainingConfig, device: str) -> TrainingConfig:
-    """Everything that makes a step fast on the device."""
+def as_fast_as_it_gets(training: TrainingConfig, device: str) -> TrainingConfig:
     if device == "cuda":
         return replace(training, compile=True, capture=True, precision="bf16")
     return training
 
 
-def bench_training(run: RunConfig, device: str, *, windows: int = 5, steps_per_window: int = 10, naive: bool = True) -> dict:
-    """Clean tokens per second of `vmd.training.train` on random tokens: the median of some windows of steps."""
-    require(run.model.length > 0 and run.model.vocab_size > 0, "a bench needs model.length and model.vocab_size: use --set")
-    fast = measure_training(replace(run, training=fast_settings(run.training, device)), device, windows, steps_per_window)
-    ceiling = measured_ceiling(device)
+def without_latent(run: RunConfig) -> RunConfig:
+    latent = replace(run.model.latent, kind="none")
+    return replace(run, model=replace(run.model, latent=latent), objective=ObjectiveConfig())
+
+
+def bench_training(
+    run: RunConfig, device: str, *, windows: int = 5, steps_per_window: int = 10, naive: bool = True, compare: bool = True
+) -> dict:
+    """Clean tokens per second of `vmd.training.train` on random tokens: the median of some windows of steps.
+
+    compare: also the same model without its latent, for what the latent costs.
+    """
+    fast = replace(run, training=as_fast_as_it_gets(run.training, device))
+    measured = measure_training(fast, device, windows, steps_per_window)
     flops = 3 * forward_flops(run.model) / run.model.length  # per token; the backward pass costs twice the forward
-    fast["flops_per_token"] = flops
-    fast["ceiling_flops"] = ceiling
-    fast["utilisation"] = flops * fast["tokens_per_second"] / ceiling
+    ceiling = measured_ceiling(device)
+    measured |= {"flops_per_token": flops, "ceiling_flops": ceiling}
+    measured["utilisation"] = flops * measured["tokens_per_second"] / ceiling
+    if compare and run.model.has_latent:
+        bare = measure_training(without_latent(fast), device, windows, steps_per_window)
+        measured["without_latent"] = bare
+        measured["speed_of_no_latent"] = measured["tokens_per_second"] / bare["tokens_per_second"]
     if naive:
-        plain = replace(run.training, compile=False, capture=False, attention="dense")
-        plain = replace(plain, precision=fast_settings(plain, device).precision)
+        plain = replace(run.training, compile=False, capture=False, attention="dense", precision=fast.training.precision)
         slow = measure_training(replace(run, training=plain), device, 3, max(1, steps_per_window // 2))
-        fast["naive"] = slow | {"path": NAIVE_TRAINING}
-        fast["times_naive"] = fast["tokens_per_second"] / slow["tokens_per_second"]
-    return fast
+        measured["naive"] = slow | {"path": NAIVE_TRAINING}
+        measured["times_naive"] = measured["tokens_per_second"] / slow["tokens_per_second"]
+    return measured
 
 
 def measure_training(run: RunConfig, device: str, windows: int, steps_per_window: int) -> dict:
@@ -153,3 +123,177 @@ def measure_training(run: RunConfig, device: str, windows: int, steps_per_window
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
         "warmup_seconds": total - windows * steps_per_window * tokens / rate,
     }
+
+
+def bench_sampling(
+    config: ModelConfig, device: str, batch: int, steps: int, *, repeats: int = 3, naive: bool = True, compare: bool = True
+) -> dict:
+    """Tokens per second of `VMD.sample` with random weights, rule sample, order prob, in float32."""
+    measured = measure_sampling(config, device, batch, steps, repeats)
+    if compare and config.has_latent:
+        bare = measure_sampling(replace(config, latent=replace(config.latent, kind="none")), device, batch, steps, repeats)
+        measured["without_latent"] = bare
+        measured["time_of_no_latent"] = measured["seconds"] / bare["seconds"]
+    if naive:
+        slow = measure_sampling(config, device, batch, steps, 1, fast=False)
+        measured["naive"] = slow | {"path": NAIVE_SAMPLING}
+        measured["times_naive"] = slow["seconds"] / measured["seconds"]
+    return measured
+
+
+def measure_sampling(config: ModelConfig, device: str, batch: int, steps: int, repeats: int, *, fast: bool = True) -> dict:
+    model = VMD(config).to(device).eval()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    desk = model.desk(batch, cache=fast, record=None if fast else False)
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = model.sample(batch, steps=steps, desk=desk, generator=generator)  # records its steps
+    call = partial(model.sample, batch, steps=steps, desk=desk, generator=generator)
+    seconds = statistics.median(timed(call, device, repeats=repeats, warmup=1 if fast else 0))
+    return {
+        "batch": batch,
+        "steps": steps,
+        "nfe": drawn.nfe,
+        "cache_passes": drawn.cache_passes,
+        "seconds": seconds,
+        "tokens_per_second": batch * config.length / seconds,
+        "milliseconds_per_block": 1000 * seconds / config.blocks,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,
+    }
+
+
+def exponent(sizes: list[float], costs: list[float]) -> float:
+    """The slope of log cost against log size: 1 is linear."""
+    x, y = torch.tensor(sizes, dtype=torch.float64).log(), torch.tensor(costs, dtype=torch.float64).log()
+    x = x - x.mean()
+    return float((x * y).sum() / (x * x).sum())
+
+
+class Case(NamedTuple):
+    """One row to be measured."""
+
+    value: str  # of the field that varies
+    run: RunConfig
+    batch: int
+    steps: int
+
+
+def cases_of(what: str, run: RunConfig, batches: list[int], steps: list[int], field: str, values: list[str]) -> list[Case]:
+    """Every value of the field, or every batch and number of steps; all checked before anything is measured."""
+    cases = []
+    for value in values or [""]:
+        own, own_batches, own_steps = run, batches, steps
+        if field == "batch":
+            own, own_batches = override_all(run, [f"training.batch_size={value}"]), [to_count("--vary batch", value)]
+        elif field == "steps":
+            require(what == "sample", "--vary steps: expected with `vmd bench sample`")
+            own_steps = [to_count("--vary steps", value)]
+        elif field:
+            own = override_all(run, [f"{field}={value}"])
+        model = own.model
+        require(model.length > 0 and model.vocab_size > 0, "model.length and model.vocab_size: give them by --set")
+        own = replace(own, model=model.resolved(model.length, model.vocab_size))
+        own.objective.check(own.model)
+        if what == "train":
+            cases.append(Case(value, own, own.training.batch_size, 0))
+            continue
+        for count in own_steps:
+            check_settings(own.model, count, "prob", "sample", "once", 1.0, 1.0)
+        cases += [Case(value, own, batch, count) for batch in own_batches for count in own_steps]
+    return cases
+
+
+def run_bench(
+    what: str,
+    run: RunConfig,
+    device: str,
+    *,
+    batches: list[int],
+    steps: list[int],
+    vary: str = "",
+    naive: bool = True,
+    compare: bool = True,
+    on_row: Callable[[str], None] = lambda label: None,
+) -> dict:
+    """All rows of `vmd bench`. `vary` is a field and its values, as in model.length=256,1024: one row for each of them.
+
+    Without it, training has one row, and sampling one for each batch and number of steps; the naive path is measured where
+    it can be waited for, at batches up to 64.
+    """
+    field, _, listed = vary.partition("=")
+    values = [value for value in listed.split(",") if value]
+    require(not vary or len(values) >= 2, f"--vary {vary!r}: expected FIELD=VALUE,VALUE,... with two values or more")
+    windows, steps_per_window = (5, 10) if device == "cuda" else (3, 2)
+    rows = []
+    for case in cases_of(what, run, batches, steps, field, values):
+        on_row(f"{field}={case.value}" if vary else f"batch {case.batch}" + (f", {case.steps} steps" if case.steps else ""))
+        wants_naive = naive and not vary and (what == "train" or case.batch <= 64)
+        try:
+            if what == "train":
+                found = bench_training(
+                    case.run,
+                    device,
+                    windows=windows,
+                    steps_per_window=steps_per_window,
+                    naive=wants_naive,
+                    compare=compare and not vary,
+                )
+            else:
+                found = bench_sampling(
+                    case.run.model, device, case.batch, case.steps, naive=wants_naive, compare=compare and not vary
+                )
+        except torch.OutOfMemoryError:
+            found = {"error": "out of memory"}
+        rows.append(({"value": case.value} if vary else {}) | found)
+    record: dict[str, Any] = {"what": what, "vary": field, "configuration": to_dict(run), "hardware": hardware(device)}
+    record["rows"] = rows
+    good = [row for row in rows if "error" not in row]
+    if len(good) >= 2 and all(is_number(row.get("value", "")) for row in good):
+        cost = "milliseconds" if what == "train" else "seconds"
+        record["exponent"] = exponent([float(row["value"]) for row in good], [row[cost] for row in good])
+    return record
+
+
+def to_count(option: str, value: str) -> int:
+    require(value.isdecimal() and int(value) >= 1, f"{option}={value}: expected a positive integer")
+    return int(value)
+
+
+def is_number(value: str) -> bool:
+    try:
+        return float(value) > 0
+    except ValueError:
+        return False
+
+
+def bench_table(record: dict) -> tuple[list[str], list[list[str]]]:
+    """What was measured, for people."""
+    training = record["what"] == "train"
+    headers = [record["vary"]] if record["vary"] else []
+    headers += ["tokens/s", "ms per step", "utilisation", "peak GiB"] if training else []
+    headers += [] if training else ["batch", "steps per block", "NFE", "tokens/s", "ms per block", "peak GiB"]
+    headers += ["against no latent", "against naive"]
+    lines = []
+    for row in record["rows"]:
+        line = [str(row["value"])] if record["vary"] else []
+        if "error" in row:
+            lines.append(line + [row["error"]] + ["-"] * (len(headers) - len(line) - 1))
+            continue
+        peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+        if training:
+            line += [
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['milliseconds']:.1f}",
+                f"{100 * row['utilisation']:.1f} %",
+                peak,
+            ]
+            line.append(f"{100 * row['speed_of_no_latent']:.0f} % of its speed" if "without_latent" in row else "-")
+            line.append(f"{row['times_naive']:.1f} x as fast" if "naive" in row else "-")
+        else:
+            line += [str(row["batch"]), str(row["steps"]), str(row["nfe"]), f"{row['tokens_per_second']:,.0f}"]
+            line += [f"{row['milliseconds_per_block']:.2f}", peak]
+            line.append(f"{row['time_of_no_latent']:.2f} x its time" if "without_latent" in row else "-")
+            line.append(f"{row['times_naive']:.1f} x as fast" if "naive" in row else "-")
+        lines.append(line)
+    return headers, lines

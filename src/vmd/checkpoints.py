@@ -16,7 +16,8 @@ from vmd.optimizers import Optimizers
 
 KEPT = 2
 # Of the training section, when resuming: how long and how often it reports, and on what machines it runs how.
-FREE_TO_CHANGE = ("steps", "log_every", "checkpoint_every", "compile", "capture", "attention", "accumulate", "parallel")
+REPORTING = ("steps", "log_every", "checkpoint_every")
+FREE_TO_CHANGE = (*REPORTING, "compile", "capture", "attention", "precision", "accumulate", "parallel")
 
 
 def checkpoint_files(out: Path) -> list[Path]:

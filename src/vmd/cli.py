@@ -89,6 +89,10 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/PRESET]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="On a GPU: do not choose bf16, compiled and recorded steps by itself.")
+    ] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")] = False,
     device: Device = "auto",
     settings: Settings = None,
 ) -> None:
@@ -108,7 +112,8 @@ def train(
     require(resume or overwrite or not held, kept)
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
     require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
-    train_run(run, folder, resume, pick_device(device))
+    chosen = {setting.partition("=")[0].strip() for setting in settings or []}
+    train_run(run, folder, resume, pick_device(device), chosen=None if plain else chosen, tensorboard=tensorboard)
 
 
 def run_files(folder: Path) -> list[Path]:
@@ -119,9 +124,14 @@ def run_files(folder: Path) -> list[Path]:
     return [*(folder / name for name in names), *checkpoint_files(folder)]
 
 
-def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
+def train_run(
+    run: RunConfig, folder: Path, resume: bool, device: str, *, chosen: set[str] | None, tensorboard: bool
+) -> None:
+    """`chosen`: the fields that the user set, which are left alone; None: all are."""
+    from contextlib import ExitStack
     from dataclasses import replace
 
+    from vmd.boards import Board
     from vmd.data import load_data
     from vmd.data.arrays import parse_positions
     from vmd.diagnostics import advice
@@ -130,14 +140,18 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
     from vmd.files import claimed, make_folder
     from vmd.model import VMD
     from vmd.progress import progress_bar
-    from vmd.training import check_precision, train
+    from vmd.training import check_precision, fast_settings, train
 
     data = load_data(run.data.name, seed=run.training.seed)
     run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
     parse_positions(run.data.fixed, data.length)
+    if chosen is not None:
+        fast = {name: v for name, v in fast_settings(run, device).items() if f"training.{name}" not in chosen}
+        run = replace(run, training=replace(run.training, **fast))
     check_precision(run.training, device)
     run.objective.check(run.model)
     model = VMD(run.model, seed=run.training.seed).to(device)
+    board = Board(folder, model, run.training) if tensorboard and rank() == 0 else None
     if not resume and rank() == 0:  # a new run, in a new folder or by --overwrite
         make_folder(folder)
         with claimed(folder):  # not under the feet of another run
@@ -145,7 +159,10 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
                 old.unlink(missing_ok=True)
     wait_for_all()
     started = False
-    with progress_bar(f"vmd train {run.data.name}", run.training.steps) as update:
+    with ExitStack() as stack:
+        if board is not None:
+            stack.enter_context(board)
+        update = stack.enter_context(progress_bar(f"vmd train {run.data.name}", run.training.steps))
 
         def on_step(done: int, record: dict | None) -> None:
             nonlocal started
@@ -154,6 +171,8 @@ def train_run(run: RunConfig, folder: Path, resume: bool, device: str) -> None:
                 started = True
             text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
             update(done, text)
+            if board is not None:
+                board.show(done, record)
 
         train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say)
     if rank() != 0:
@@ -421,6 +440,61 @@ def read_log(run: Path) -> list[dict]:
             records.append(record)
     require(bool(records), f"{path}: no log lines in it: expected the log of `vmd train`")
     return records
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="train or sample.")],
+    preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`).")] = "text",
+    batch: Annotated[str, typer.Option(help="Of sampling: rows, as in 1,64,1024. Training has training.batch_size.")] = "64",
+    steps: Annotated[str, typer.Option(help="Of sampling: steps per block, as in 1,4.")] = "1",
+    vary: Annotated[
+        str, typer.Option(help="How cost grows: FIELD=VALUES as in model.length=256,1024,4096, batch=1,64 or steps=1,2,4.")
+    ] = "",
+    naive: Annotated[bool, typer.Option(help="Also measure the naive path, for the ratio.")] = True,
+    latent: Annotated[bool, typer.Option(help="Also measure the same model without its latent, for the ratio.")] = True,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Also write everything as JSON.")] = None,
+    device: Device = "auto",
+    settings: Settings = None,
+) -> None:
+    """Measure speed, memory and use of the hardware for a preset on random tokens: tokens/s, the share of a measured
+    matrix-product ceiling that does useful work, and ratios to a naive path and to the model without latent, in one run."""
+    import torch
+
+    from vmd import __version__
+    from vmd.bench import NAIVE_SAMPLING, NAIVE_TRAINING, bench_table, run_bench
+    from vmd.files import write_atomically
+    from vmd.presets import preset as preset_of
+    from vmd.tables import print_table
+
+    require_choice("WHAT", what, ("train", "sample"))
+    require(not several_processes(), "vmd bench runs in one process: start it without torchrun")
+    if json_out is not None:
+        require(json_out.suffix == ".json", f"--json {json_out}: expected a path ending in .json")
+        require(json_out.parent.is_dir(), f"--json {json_out}: no such folder {json_out.parent}")
+    run = override_all(preset_of(preset), settings or [])
+    found = run_bench(
+        what,
+        run,
+        pick_device(device),
+        batches=parse_counts("--batch", batch),
+        steps=parse_counts("--steps", steps),
+        vary=vary,
+        naive=naive,
+        compare=latent,
+        on_row=lambda label: say(f"measuring {label}"),
+    )
+    versions = {"vmd": __version__, "torch": torch.__version__}
+    record = {"command": shlex.join(["vmd", *sys.argv[1:]]), "preset": preset, "versions": versions} | found
+    if json_out is not None:
+        write_atomically(json_out, json.dumps(record, indent=1))
+    print_table(*bench_table(record), title=f"vmd bench {what} {preset}, {record['hardware']['name']}")
+    if "exponent" in record:
+        say(f"time grows as {record['vary']} to the power {record['exponent']:.2f}")
+    if what == "train" and "ceiling_flops" in record["rows"][0]:
+        say(f"ceiling: {record['rows'][0]['ceiling_flops'] / 1e12:.4g} TFLOP/s, a matrix product measured in this run")
+    if naive and not vary:
+        say(f"naive: {NAIVE_TRAINING if what == 'train' else NAIVE_SAMPLING}")
 
 
 @app.command()

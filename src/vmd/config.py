@@ -223,9 +223,8 @@ class TrainingConfig:
     compile: bool = False
     attention: Literal["auto", "dense", "tiles"] = "auto"  # of several blocks: a dense mask, or FlexAttention's tiles
     capture: bool = False  # record the whole step as one CUDA graph and replay it: small models no longer wait for launches
-    split_codes_every: int = (
-        0  # codes nobody uses take over half of the costliest ones, in the first three quarters; 0: never
-    )
+    # Codes nobody uses take over half of the costliest ones, in the first three quarters of a run; 0: never.
+    split_codes_every: int = 100
     accumulate: int = 1  # parts into which a process's share of the batch is cut, to fit memory; their gradients add up
     parallel: Literal["ddp", "fsdp"] = "ddp"  # of several processes: each has all weights, or a share of each weight
     seed: int = 0

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,3 +80,20 @@ def write_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
     from safetensors.torch import save as dump_tensors
 
     write_atomically(path, dump_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+
+
+def hardware(device: str) -> dict:
+    """What a result was made on."""
+    import torch
+
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
+    return {"device": device, "name": name, "cpu_threads": torch.get_num_threads()}
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()

@@ -14,7 +14,7 @@ from vmd.latent import Categorical, Gaussian, standard_normal
 from vmd.masking import Masks
 from vmd.network import CodeFeatures, Decoder, Encoder, PriorNetwork, init_weights
 from vmd.objective import Codes, Loss, code_objective, objective
-from vmd.sampling import Samples, sample
+from vmd.sampling import Desk, Samples, check_prompt, sample
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
@@ -96,31 +96,61 @@ class VMD(nn.Module):
         dim = dims[self.config.latent.kind]
         return (batch, self.config.blocks, dim) if dim else None
 
-    def predictor(self, batch: int, *, cached: bool = True) -> "Predictor":
+    def predictor(self, batch: int, *, cached: bool = True, recorded: bool = False) -> "Predictor":
         """What the sampler calls, for a batch of that many rows."""
-        return CachedPredictor(self, batch) if cached and self.config.blocks > 1 else Predictor(self)
+        return CachedPredictor(self, batch, recorded) if cached and self.config.blocks > 1 else Predictor(self)
 
-    def sample(self, n: int | None = None, *, prompt: Tensor | None = None, batch_size: int = 8192, **options) -> Samples:
-        """Draw n sequences, or complete a prompt (n, L) whose gaps are -1. Options: see `vmd.sampling.sample`."""
+    def desk(self, rows: int, *, cache: bool = True, record: bool | None = None) -> Desk:
+        """Where batches of `rows` are sampled. Given to `sample` again and again it keeps the steps it has recorded.
+
+        record: as CUDA graphs, and by default if there is a GPU.
+        """
+        cuda = self.device.type == "cuda"
+        require(not record or cuda, f"record=True: expected False on {self.device.type}: it needs a GPU")
+        return Desk(self, rows, cache=cache, record=cuda if record is None else record, device=self.device)
+
+    def sample(
+        self,
+        n: int | None = None,
+        *,
+        prompt: Tensor | None = None,
+        batch_size: int = 8192,
+        desk: Desk | None = None,
+        **options,
+    ) -> Samples:
+        """Draw n sequences, or complete a prompt (n, L) whose gaps are -1. Options: see `vmd.sampling.sample`.
+
+        On a GPU, where enough blocks are to be filled, steps are recorded and replayed; a `desk` keeps them for later calls.
+        """
         if prompt is None:
             require(n is not None and n >= 1, f"n={n}: expected at least 1 sample")
             prompt = torch.full((n or 0, self.config.length), -1)
         require(n is None or n == len(prompt), f"n={n}: expected {len(prompt)}, the rows of the prompt")
         require(len(prompt) >= 1, "an empty prompt: expected at least one row")
-        seeds = options.pop("seeds", None)
+        check_prompt(prompt, self.config)
+        seeds, wanted = options.pop("seeds", None), len(prompt)
         if seeds is not None:
             require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
+        size = min(batch_size, len(prompt)) if desk is None else len(desk.canvas)
+        batches = -(-len(prompt) // size)
+        if desk is None and not options.get("trace"):
+            repeated = self.config.blocks * batches >= 8  # a recording pays for itself when it is replayed some times
+            desk = self.desk(size, cache=options.get("cache", True), record=None if repeated else False)
+        if desk is not None:  # all batches have its size: the last is filled up, and what is over is thrown away
+            over = batches * size - len(prompt)
+            prompt = torch.cat([prompt, prompt[:1].expand(over, -1)])
+            seeds = None if seeds is None else [*seeds, *[0] * over]
         parts = []
         was_training = self.training
         self.eval()
         try:
-            for start in range(0, len(prompt), batch_size):
-                rows = prompt[start : start + batch_size].to(self.device)
-                row_seeds = None if seeds is None else seeds[start : start + batch_size]
-                parts.append(sample(self, rows, seeds=row_seeds, **options))
+            for start in range(0, len(prompt), size):
+                rows = prompt[start : start + size].to(self.device)
+                row_seeds = None if seeds is None else seeds[start : start + size]
+                parts.append(sample(self, rows, seeds=row_seeds, desk=desk, **options))
         finally:
             self.train(was_training)
-        return Samples.concatenate(parts)
+        return Samples.concatenate(parts).first(wanted)
 
     def parameter_counts(self) -> dict[str, int]:
         """Parameters of the decoder's backbone (equal with and without z), of the latent pathway, the encoder and the
@@ -163,94 +193,166 @@ class Predictor:
     def __init__(self, model: VMD):
         self.model = model
         self.codes = model.config.latent.kind == "categorical"
+        self.prepared = -1
+        self.block = torch.zeros(
+            1, dtype=torch.long, device=model.device
+        )  # the block of now, where a recorded pass reads it
+
+    def prepare(self, block: int) -> tuple | None:
+        """Go to a block. What the next pass will be, for those who record it: passes of equal kinds differ in tensors only.
+
+        None: not worth recording, since no other block's pass is like it.
+        """
+        if self.prepared != block:
+            self.block.fill_(block)
+            self.prepared = block
+        return ("whole",) if self.model.config.blocks == 1 else None
 
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
         """Logits (B, r, V) of block b, given the canvas (B, L) with [MASK] for what is unknown and z^{<=b} (B, C, dim).
 
         With noise (B, dim), z^b is first drawn from its prior and written into z.
         """
+        if self.prepared != block:
+            self.prepare(block)
         if self.codes and z is not None:
-            features = self._code_features(canvas, block)
+            features = self._code_features(canvas)
             if noise is not None:
-                self._write(z, block, features.prior, noise)
-            return self._code_logits(features, block, z)
+                self._write(z, features.prior, noise)
+            return self._code_logits(features, z)
         if noise is not None:
             self.draw(canvas, block, z, noise)
-        return self._logits(canvas, block, z)
+        return self._logits(canvas, z)
 
     def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None:
         """Draw z^b from its prior alone, for a block in which nothing is left to write."""
         assert z is not None
-        prior = self._code_features(canvas, block).prior if self.codes else self._gaussian_prior(canvas, block)
-        self._write(z, block, prior, noise)
+        if self.prepared != block:
+            self.prepare(block)
+        self._write(z, self._code_features(canvas).prior if self.codes else self._gaussian_prior(canvas), noise)
 
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int:
         """Block b is finished. Returns the number of network passes that took."""
         return 0
 
-    def _write(self, z: Tensor, block: int, prior: Gaussian | Categorical, noise: Tensor) -> None:
-        place = block if prior[0].shape[1] > 1 else 0  # a pass over one block knows that block's prior alone
-        z[:, block] = type(prior)(*(part[:, place] for part in prior)).draw(noise)
+    def _write(self, z: Tensor, prior: Gaussian | Categorical, noise: Tensor) -> None:
+        parts = (part if part.shape[1] == 1 else part.index_select(1, self.block) for part in prior)
+        z.index_copy_(1, self.block, type(prior)(*parts).draw(noise.unsqueeze(1)))
 
-    def _block(self, x: Tensor, block: int) -> Tensor:
+    def _of_block(self, x: Tensor, before: int = 0) -> Tensor:
+        """The tokens of the block, and of some before it."""
+        return x.index_select(1, self._positions(before))
+
+    def _positions(self, before: int = 0) -> Tensor:
         r = self.model.config.block_size
-        return x[:, block * r : (block + 1) * r]
+        return (self.block - before) * r + torch.arange((1 + before) * r, device=self.block.device)
 
-    def _logits(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
-        return self._block(self.model.denoise(canvas, canvas, z), block)
+    def _logits(self, canvas: Tensor, z: Tensor | None) -> Tensor:
+        return self._of_block(self.model.denoise(canvas, canvas, z))
 
-    def _gaussian_prior(self, canvas: Tensor, block: int) -> Gaussian:
+    def _gaussian_prior(self, canvas: Tensor) -> Gaussian:
         return self.model.gaussian_prior(canvas, canvas)
 
-    def _code_features(self, canvas: Tensor, block: int) -> CodeFeatures:
+    def _code_features(self, canvas: Tensor) -> CodeFeatures:
         return self.model.decoder.code_features(canvas, canvas)
 
-    def _code_logits(self, features: CodeFeatures, block: int, z: Tensor) -> Tensor:
-        return self._block(self.model.decoder.code_logits(features, z[..., 0].long()), block)
+    def _code_logits(self, features: CodeFeatures, z: Tensor) -> Tensor:
+        return self._of_block(self.model.decoder.code_logits(features, z[..., 0].long()))
 
 
 class CachedPredictor(Predictor):
-    """The same answers from the keys and values of the finished blocks: each pass costs one block."""
+    """The same answers from the keys and values of the finished blocks: each pass costs one block.
 
-    def __init__(self, model: VMD, batch: int):
+    A finished block needs a clean pass of its own before others can see it. That pass waits for the first pass of the next
+    block and goes with it, so that N steps per block take N passes.
+    """
+
+    def __init__(self, model: VMD, batch: int, recorded: bool = False):
         super().__init__(model)
         c = model.config
         device, dtype = model.device, model.decoder.head.weight.dtype
 
         def cache(layers: int) -> KVCache:
-            return KVCache(layers, batch, c.heads, c.length, c.width // c.heads, device=device, dtype=dtype)
+            return KVCache(layers, batch, c.heads, c.length, c.width // c.heads, c.block_size, device=device, dtype=dtype)
 
         self.cache = cache(c.layers)
         self.prior_cache = None if model.prior_network is None else cache(c.latent.prior_layers)
+        self.recorded = recorded
+        self.start_again()
+
+    def start_again(self) -> None:
+        """For another batch of as many rows."""
+        self.prepared, self.waiting, self.joined, self.reach, self.passes = -1, False, 0, 0, 0
+
+    def prepare(self, block: int) -> tuple | None:
+        super().prepare(block)
+        self.joined = int(self.waiting)  # finished blocks that this pass takes along
+        self.waiting = False
+        end = (block + 1) * self.model.config.block_size
+        # A recorded pass reads a little further than it sees, so that it serves many blocks.
+        self.reach = min(self.model.config.length, -(-end // REACH) * REACH) if self.recorded else end
+        return self.joined, self.reach
+
+    def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None:
+        if self.prepared != block and self.waiting:  # no pass of the decoder will follow that could take it along
+            self._fill(canvas, block - 1, z)
+        super().draw(canvas, block, z, noise)
 
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int:
-        """One pass fills the cache; that of a learned prior's small network is counted with it."""
+        """The pass over a finished block waits; only if one waits already, or cannot go with another, it is made now."""
         c = self.model.config
-        if block + 1 == c.blocks:
-            return 0  # nothing reads the last block's keys
-        tokens = self._block(canvas, block)
-        z_block = None if z is None or self.codes else z[:, block]
-        self.model.decoder.forward_block(tokens, block, z_block, self.cache, clean=True)
-        self.cache.advance(c.block_size)
+        if self.waiting:
+            self._fill(canvas, block - 1, z)
+        self.waiting = block + 1 < c.blocks  # nothing reads the last block's keys
+        if self.waiting and self.codes and c.latent.code_layers:  # the last layers run for the noisy block alone
+            self._fill(canvas, block, z)
+        passes, self.passes = self.passes, 0
+        return passes
+
+    def _fill(self, canvas: Tensor, block: int, z: Tensor | None) -> None:
+        """The pass over a finished block that takes no other along; a learned prior's is counted with it."""
+        super().prepare(block)
+        self.waiting = False
+        self.passes += 1
+        end, positions = (block + 1) * self.model.config.block_size, self._positions()
+        self.cache.look(positions, end, everything=True)
+        clean = self._of_block(canvas)
+        on_clean = self.model.config.latent.on_clean and not self.codes and z is not None
+        self.model.decoder.forward_blocks(clean, z[:, block : block + 1] if on_clean else None, self.cache, clean=1)  # type: ignore[index]
         if self.prior_cache is not None and self.model.prior_network is not None:
-            self.model.prior_network.forward_block(tokens, block, self.prior_cache)
-            self.prior_cache.advance(c.block_size)
-        return 1
+            self.prior_cache.look(positions, end, everything=True)
+            self.model.prior_network.forward_blocks(clean, self.prior_cache)
+        self.prepared = -1
 
-    def _logits(self, canvas: Tensor, block: int, z: Tensor | None) -> Tensor:
-        z_block = None if z is None else z[:, block]
-        return self.model.decoder.forward_block(self._block(canvas, block), block, z_block, self.cache, clean=False)
+    def _tokens(self, canvas: Tensor, cache: KVCache) -> Tensor:
+        cache.look(self._positions(self.joined), self.reach, everything=not self.joined and not self.recorded)
+        return self._of_block(canvas, self.joined)
 
-    def _gaussian_prior(self, canvas: Tensor, block: int) -> Gaussian:
+    def _logits(self, canvas: Tensor, z: Tensor | None) -> Tensor:
+        blocks = (
+            None
+            if z is None
+            else z.index_select(1, self.block - self.joined + torch.arange(1 + self.joined, device=z.device))
+        )
+        tokens = self._tokens(canvas, self.cache)
+        return self.model.decoder.forward_blocks(tokens, blocks, self.cache, clean=self.joined)[
+            :, -self.model.config.block_size :
+        ]
+
+    def _gaussian_prior(self, canvas: Tensor) -> Gaussian:
         if self.model.prior_network is None or self.prior_cache is None:
-            return self.model.gaussian_prior(canvas, canvas)
-        return self.model.prior_network.forward_block(self._block(canvas, block), block, self.prior_cache)
+            return standard_normal(torch.zeros(len(canvas), 1, self.model.config.latent.dim, device=canvas.device))
+        found = self.model.prior_network.forward_blocks(self._tokens(canvas, self.prior_cache), self.prior_cache)
+        return Gaussian(*(part[:, -1:] for part in found))
 
-    def _code_features(self, canvas: Tensor, block: int) -> CodeFeatures:
-        return self.model.decoder.code_block_features(self._block(canvas, block), block, self.cache)
+    def _code_features(self, canvas: Tensor) -> CodeFeatures:
+        return self.model.decoder.code_block_features(self._tokens(canvas, self.cache), self.cache, clean=self.joined)
 
-    def _code_logits(self, features: CodeFeatures, block: int, z: Tensor) -> Tensor:
-        return self.model.decoder.code_logits(features, z[:, block].long())
+    def _code_logits(self, features: CodeFeatures, z: Tensor) -> Tensor:
+        return self.model.decoder.code_logits(features, z.index_select(1, self.block)[..., 0].long())
+
+
+REACH = 256  # recorded passes read keys in multiples of this
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:

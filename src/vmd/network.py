@@ -84,6 +84,7 @@ class Block(nn.Module):
         q, k = rotate(q[:, :, :keep], angles[:keep]), rotate(k, angles)
         if cache is not None:
             k, v = cache.update(layer, k, v)
+            visible = cache.visible if visible is None else visible
         return self.attention_out(attend(q, k, v, of_first_queries(visible, keep)).transpose(1, 2).flatten(2))
 
     def mlp(self, h: Tensor) -> Tensor:
@@ -248,15 +249,15 @@ class Decoder(nn.Module):
         doubled = torch.cat([xt, x0], dim=1)
         return self._run(doubled, positions.repeat(2), self.visible(), condition, None, keep=length)
 
-    def forward_block(self, tokens: Tensor, block: int, z: Tensor | None, cache: KVCache, *, clean: bool) -> Tensor:
-        """The same for the tokens (B, r) of one block behind the cached clean prefix; z is that block's (B, dim)."""
-        seen = None if clean and not self.config.latent.on_clean else z
-        condition = None if seen is None else self.condition(seen.unsqueeze(1))
-        return self._run(tokens, self.block_positions(block, tokens.device), None, condition, cache)
+    def forward_blocks(self, tokens: Tensor, z: Tensor | None, cache: KVCache, *, clean: int) -> Tensor:
+        """Logits of some blocks (B, n r) behind the cached clean prefix, the first `clean` of them finished ones.
 
-    def block_positions(self, block: int, device: torch.device) -> Tensor:
-        r = self.config.block_size
-        return torch.arange(block * r, (block + 1) * r, device=device)
+        Where they stand the cache was told; z is theirs (B, n, dim).
+        """
+        condition = None if z is None else self.condition(z)
+        if condition is not None and clean and not self.config.latent.on_clean:
+            condition = torch.cat([torch.zeros_like(condition[:, :clean]), condition[:, clean:]], dim=1)
+        return self._run(tokens, cache.positions, None, condition, cache)
 
     def condition(self, z: Tensor) -> Tensor:
         assert self.pathway is not None
@@ -314,14 +315,12 @@ class Decoder(nn.Module):
                 trunk.run_layers(clean, positions, self.visible.clean, range(split, c.layers), None, prefix)
         return CodeFeatures(noisy, prefix, positions, self.code_prior(noisy))
 
-    def code_block_features(self, tokens: Tensor, block: int, cache: KVCache) -> CodeFeatures:
-        """The same for the tokens (B, r) of one block behind the cached clean prefix."""
-        positions = self.block_positions(block, tokens.device)
-        h = self.trunk.token(tokens) + self.trunk.position(positions)
-        h = self.trunk.run_layers(
-            h, positions, None, range(self.config.layers - self.config.latent.code_layers), None, cache
-        )
-        return CodeFeatures(h, cache, positions, self.code_prior(h))
+    def code_block_features(self, tokens: Tensor, cache: KVCache, *, clean: int) -> CodeFeatures:
+        """The same for the last of some blocks (B, n r) behind the cached clean prefix, the `clean` before it finished."""
+        h = self.trunk.token(tokens) + self.trunk.position(cache.positions)
+        before_codes = range(self.config.layers - self.config.latent.code_layers)
+        h = self.trunk.run_layers(h, cache.positions, None, before_codes, None, cache)[:, clean * self.config.block_size :]
+        return CodeFeatures(h, cache, cache.positions, self.code_prior(h))
 
     def code_prior(self, h: Tensor) -> Categorical:
         """pi(k^b | revealed tokens of the block, earlier blocks)."""
@@ -493,11 +492,9 @@ class PriorNetwork(nn.Module):
         doubled = torch.cat([xt, x0], dim=1)
         return self._gaussian(self.trunk(doubled, positions.repeat(2), self.visible(), keep=xt.shape[1]))
 
-    def forward_block(self, tokens: Tensor, block: int, cache: KVCache) -> Gaussian:
-        """For the tokens (B, r) of one block behind the cached clean prefix: (B, 1, dim)."""
-        r = self.config.block_size
-        positions = torch.arange(block * r, (block + 1) * r, device=tokens.device)
-        return self._gaussian(self.trunk(tokens, positions, None, cache=cache))
+    def forward_blocks(self, tokens: Tensor, cache: KVCache) -> Gaussian:
+        """For some blocks (B, n r) behind the cached clean prefix: (B, n, dim)."""
+        return self._gaussian(self.trunk(tokens, cache.positions, None, cache=cache))
 
     def _gaussian(self, h: Tensor) -> Gaussian:
         mean, log_std = self.prior_head(self.pool(h, h.shape[1] // self.config.block_size)).chunk(2, dim=-1)

@@ -103,6 +103,31 @@ def array(kind: str = "categorical") -> RunConfig:
     return with_latent(run, kind)
 
 
+def text(kind: str = "categorical") -> RunConfig:
+    """Characters of text8 in blocks of four: 8 layers of width 256, half as many for an encoder (the paper's sizes)."""
+    run = RunConfig(
+        model=ModelConfig(
+            vocab_size=27,
+            length=256,
+            block_size=4,
+            layers=8,
+            width=256,
+            heads=8,
+            latent=LatentConfig(dim=128, encoder_layers=4, codes=512),
+        ),
+        training=TrainingConfig(
+            steps=10_000,
+            batch_size=512,
+            optimizer="adamw",
+            learning_rate=3e-4,
+            weight_decay=0.01,
+            warmup_steps=500,
+            ema=0.999,
+        ),
+    )
+    return with_latent(run, kind)
+
+
 def with_latent(run: RunConfig, kind: str) -> RunConfig:
     """A Gaussian's information costs half of its bound's price here: it collapses less."""
     latent = replace(run.model.latent, kind=kind)  # type: ignore[arg-type]
@@ -112,7 +137,7 @@ def with_latent(run: RunConfig, kind: str) -> RunConfig:
 
 def all_presets() -> dict[str, RunConfig]:
     presets: dict[str, RunConfig] = {}
-    for name, make in (("array", array), ("poker", poker)):
+    for name, make in (("array", array), ("poker", poker), ("text", text)):
         presets |= {name: make(), f"{name}-gaussian": make("gaussian"), f"{name}-mdm": make("none")}
     for family in FAMILIES:
         for latent in (True, False):

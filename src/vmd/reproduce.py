@@ -21,7 +21,7 @@ from vmd.ablations import ablation_runs, evaluate_ablation
 from vmd.config import RunConfig, override_all, require, require_choice, require_range, to_dict
 from vmd.data.synthetic import Law, law
 from vmd.ensemble import Ensemble
-from vmd.files import make_folder, read_json, write_atomically
+from vmd.files import hardware, make_folder, read_json, write_atomically
 from vmd.masking import Rows
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
@@ -280,20 +280,6 @@ def aggregate(rows: list[dict]) -> list[dict]:
             }
         )
     return out
-
-
-def hardware(device: str) -> dict:
-    name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
-    return {"device": device, "name": name, "cpu_threads": torch.get_num_threads()}
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
 
 
 def planned_cells(name: str, budget: Budget, family: str, settings: list[str], device: str) -> list[Cell]:

@@ -3,6 +3,7 @@
 Nothing here knows a network: anything with the members of `Sampleable` can be sampled.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ RULES = ("argmax", "sample")
 
 
 class BlockPredictor(Protocol):
+    def prepare(self, block: int) -> tuple | None: ...
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor: ...
     def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None: ...
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int: ...
@@ -28,7 +30,7 @@ class Sampleable(Protocol):
     config: ModelConfig
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None: ...
-    def predictor(self, batch: int, *, cached: bool = True) -> BlockPredictor: ...
+    def predictor(self, batch: int, *, cached: bool = True, recorded: bool = False) -> BlockPredictor: ...
 
 
 class Step(NamedTuple):
@@ -47,6 +49,11 @@ class Samples(NamedTuple):
     nfe: int  # denoising evaluations per row
     cache_passes: int  # further passes that only filled the cache
     trace: list[Step]
+
+    def first(self, rows: int) -> "Samples":
+        if rows == len(self.tokens):
+            return self
+        return self._replace(tokens=self.tokens[:rows], z=None if self.z is None else self.z[:rows])
 
     @staticmethod
     def concatenate(parts: "list[Samples]") -> "Samples":
@@ -68,23 +75,46 @@ class Samples(NamedTuple):
         )
 
 
+def hashed_uniforms(seeds: Tensor, start: int, count: int) -> Tensor:
+    """(B, count) numbers in (0, 1), a function of the row's seed and of start, start + 1, ... alone: SplitMix64, counted.
+
+    The same on every device, and without a generator for every row.
+    """
+
+    def mix(x: Tensor) -> Tensor:
+        x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 as a signed number
+        x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+        return x ^ (x >> 31 & 0x1FFFFFFFF)
+
+    golden = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
+    counter = torch.arange(start + 1, start + count + 1, device=seeds.device)
+    bits = mix(mix(seeds).unsqueeze(1) + counter * golden)
+    return ((bits >> 11 & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53
+
+
 class Noise:
     """All chance of a batch: one generator for all rows, or one seed per row (then a row is the same in any batch)."""
 
     def __init__(self, rows: int, device, generator: torch.Generator | None, seeds: Sequence[int] | None):
         self.rows, self.device, self.generator = rows, device, generator
-        self.row_generators = None if seeds is None else [torch.Generator().manual_seed(int(s)) for s in seeds]
+        self.seeds = None if seeds is None else torch.tensor([int(s) for s in seeds], device=device)
+        self.drawn = 0
 
     def normal(self, *shape: int) -> Tensor:
+        if self.seeds is not None:
+            return torch.special.ndtri(self._hashed(shape)).float()
         return self._draw(torch.randn, shape, torch.float32)
 
     def uniform(self, *shape: int) -> Tensor:
-        return self._draw(torch.rand, shape, torch.float64)
+        return self._hashed(shape) if self.seeds is not None else self._draw(torch.rand, shape, torch.float64)
+
+    def _hashed(self, shape: tuple[int, ...]) -> Tensor:
+        assert self.seeds is not None
+        count = math.prod(shape)
+        self.drawn += count
+        return hashed_uniforms(self.seeds, self.drawn - count, count).view(self.rows, *shape)
 
     def _draw(self, function, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if self.row_generators is not None:
-            rows = [function(shape, generator=g, dtype=dtype) for g in self.row_generators]
-            return torch.stack(rows).to(self.device)
         source = self.device if self.generator is None else self.generator.device
         return function((self.rows, *shape), generator=self.generator, dtype=dtype, device=source).to(self.device)
 
@@ -159,6 +189,90 @@ def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: st
         )
 
 
+class Rule(NamedTuple):
+    """How a step turns predictions into tokens."""
+
+    order: str
+    rule: str
+    temperature: float
+    top_p: float
+
+
+class Inputs(NamedTuple):
+    """What differs from step to step."""
+
+    noise: Tensor | None  # (B, dim): of z, if this step draws it
+    uniforms: Tensor | None  # (B, r): of the tokens, if they are drawn
+    random_order: Tensor | None  # (B, r): scores of positions, if the order is random
+    quota: Tensor  # (B,): how many positions it reveals
+
+
+class Desk:
+    """What the steps of a batch read and write. It can be used again for a batch of as many rows.
+
+    With `record`, a step of a kind seen before is recorded as a CUDA graph and from then on replayed: the host then has
+    nothing to do between steps but to say go.
+    """
+
+    def __init__(self, model: Sampleable, rows: int, *, cache: bool = True, record: bool = False, device=None):
+        config = model.config
+        self.predictor = model.predictor(rows, cached=cache, recorded=record)
+        self.canvas = torch.zeros(rows, config.length, dtype=torch.long, device=device)
+        shape = model.latent_shape(rows)
+        self.latents = None if shape is None else torch.zeros(shape, device=device)
+        self.positions = torch.arange(config.block_size, device=device)  # of the block of now
+        self.mask_id, self.r = config.vocab_size, config.block_size
+        self.record = record
+        self.pool = torch.cuda.graph_pool_handle() if record else None
+        self.seen: set[tuple] = set()
+        self.recordings: dict[tuple, tuple[torch.cuda.CUDAGraph, Inputs, tuple[Tensor, Tensor, Tensor]]] = {}
+
+    def lay_out(self, prompt: Tensor) -> None:
+        self.canvas.copy_(torch.where(prompt < 0, self.mask_id, prompt))
+        if self.latents is not None:
+            self.latents.zero_()
+        if hasattr(self.predictor, "start_again"):
+            self.predictor.start_again()
+
+    def go_to(self, block: int) -> None:
+        torch.arange(block * self.r, (block + 1) * self.r, out=self.positions)
+
+    def step(self, block: int, how: Rule, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """One evaluation: what it revealed, the scores of positions, and what was masked before."""
+        kind = self.predictor.prepare(block)
+        if not self.record or kind is None:
+            return self.take(block, how, inputs)
+        key = (kind, how, *(x is None for x in inputs))
+        if key not in self.seen:
+            self.seen.add(key)  # the first of its kind runs as it is: kernels choose their ways before they are recorded
+            return self.take(block, how, inputs)
+        if key not in self.recordings:
+            kept = Inputs(*(None if x is None else x.clone() for x in inputs))  # type: ignore[arg-type]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                outputs = self.take(block, how, kept)
+            self.recordings[key] = (graph, kept, outputs)
+        graph, kept, outputs = self.recordings[key]
+        for ours, theirs in zip(kept, inputs, strict=True):
+            if ours is not None and theirs is not None:
+                ours.copy_(theirs)
+        graph.replay()
+        return outputs
+
+    def take(self, block: int, how: Rule, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Predict the block, choose tokens, keep the surest. Reads and writes tensors only: nothing here waits."""
+        noise, uniforms, random_order, quota = inputs
+        logits = self.predictor.predict(self.canvas, block, self.latents, noise)
+        tokens = logits.argmax(-1) if uniforms is None else draw_tokens(logits, uniforms, how.temperature, how.top_p)
+        before = self.canvas.index_select(1, self.positions)
+        masked = before == self.mask_id
+        score = confidence(logits.double().softmax(-1), how.order) if random_order is None else random_order
+        score = score.masked_fill(~masked, -torch.inf)
+        revealed = masked & first_by(score, quota)
+        self.canvas.index_copy_(1, self.positions, torch.where(revealed, tokens, before))
+        return revealed, score, masked
+
+
 @torch.no_grad()
 def sample(
     model: Sampleable,
@@ -174,6 +288,7 @@ def sample(
     generator: torch.Generator | None = None,
     seeds: Sequence[int] | None = None,
     trace: bool = False,
+    desk: Desk | None = None,
 ) -> Samples:
     """Algorithm 2 (one block) and Algorithm 4 (several): fill every gap of the prompt.
 
@@ -185,6 +300,7 @@ def sample(
     z: drawn once per block (the paper's), or fresh for every step.
     cache: keep keys and values of finished blocks; off, every evaluation runs over the whole prefix again.
     generator or seeds: with one seed per row, a row's result does not depend on the rest of its batch.
+    desk: of an earlier batch of as many rows, to use what it recorded.
     """
     config = model.config
     check_settings(config, steps, order, rule, z, temperature, top_p)
@@ -192,45 +308,43 @@ def sample(
     require(generator is None or seeds is None, "generator and seeds: expected one of the two")
     if seeds is not None:
         require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
-    rows, r, mask_id = len(prompt), config.block_size, config.vocab_size
+    rows, r = len(prompt), config.block_size
     noise = Noise(rows, prompt.device, generator, seeds)
-    canvas = torch.where(prompt < 0, mask_id, prompt.long())
-    predictor = model.predictor(rows, cached=cache)
-    shape = model.latent_shape(rows)
-    latents = None if shape is None else torch.zeros(shape, device=prompt.device)
+    desk = desk or Desk(model, rows, cache=cache, device=prompt.device)
+    desk.lay_out(prompt)
+    how = Rule(order, rule, temperature, top_p)
+    gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
+    has_gaps = gaps.any(0).tolist()  # for all blocks at once: it waits for the device
     nfe, cache_passes, steps_taken = 0, 0, []
 
     for block in range(config.blocks):
-        here = slice(block * r, (block + 1) * r)
         # Drawn for every block, needed or not: what a row receives must not depend on the rows beside it.
-        z_noise = None if latents is None else noise.normal(steps if z == "fresh" else 1, latents.shape[-1])
+        z_noise = None if desk.latents is None else noise.normal(steps if z == "fresh" else 1, desk.latents.shape[-1])
         token_uniforms = noise.uniform(steps, r)
         random_order = noise.uniform(r)
-        masked = canvas[:, here] == mask_id
-        needed = bool(masked.any())
-        if not needed and z_noise is not None:
-            predictor.draw(canvas, block, latents, z_noise[:, 0])
-        for step, count in enumerate(reveal_counts(masked.sum(-1), steps)):
-            if not needed:  # nothing to write in any row; the trace still shows the step, with nothing revealed
+        desk.go_to(block)
+        if not has_gaps[block] and z_noise is not None:
+            desk.predictor.draw(desk.canvas, block, desk.latents, z_noise[:, 0])
+        for step, count in enumerate(reveal_counts(gaps[:, block], steps)):
+            if not has_gaps[block]:  # nothing to write in any row; the trace still shows the step, with nothing revealed
                 score = torch.full_like(random_order, -torch.inf)
-                revealed = masked
+                revealed = masked = torch.zeros_like(random_order, dtype=torch.bool)
             else:
                 draws_z = z_noise if z == "fresh" or step == 0 else None
-                logits = predictor.predict(canvas, block, latents, None if draws_z is None else draws_z[:, step])
+                inputs = Inputs(
+                    None if draws_z is None else draws_z[:, step],
+                    None if rule == "argmax" else token_uniforms[:, step],
+                    random_order if order == "random" else None,
+                    count,
+                )
+                revealed, score, masked = desk.step(block, how, inputs)
                 nfe += 1
-                if rule == "argmax":
-                    tokens = logits.argmax(-1)
-                else:
-                    tokens = draw_tokens(logits, token_uniforms[:, step], temperature, top_p)
-                masked = canvas[:, here] == mask_id
-                score = random_order if order == "random" else confidence(logits.double().softmax(-1), order)
-                score = score.masked_fill(~masked, -torch.inf)
-                revealed = masked & first_by(score, count)
-                canvas[:, here] = torch.where(revealed, tokens, canvas[:, here])
             if trace:
-                steps_taken.append(_trace_step(canvas, block, step, here, revealed, score, masked))
-        cache_passes += predictor.commit(canvas, block, latents)
-    return Samples(canvas, latents, nfe, cache_passes, steps_taken)
+                here = slice(block * r, (block + 1) * r)
+                steps_taken.append(_trace_step(desk.canvas, block, step, here, revealed, score, masked))
+        cache_passes += desk.predictor.commit(desk.canvas, block, desk.latents)
+    latents = None if desk.latents is None else desk.latents.clone()
+    return Samples(desk.canvas.clone(), latents, nfe, cache_passes, steps_taken)
 
 
 def _trace_step(canvas: Tensor, block: int, step: int, here: slice, revealed: Tensor, score: Tensor, masked: Tensor) -> Step:

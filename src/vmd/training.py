@@ -41,6 +41,7 @@ from vmd.distributed import (
 )
 from vmd.ensemble import Ensemble
 from vmd.files import claimed, make_folder, write_atomically
+from vmd.flops import forward_flops
 from vmd.masking import Masks, Rows, draw_masks, draw_steps
 from vmd.model import VMD
 from vmd.objective import Loss
@@ -212,6 +213,22 @@ def uses_tiles(training: TrainingConfig, model: ModelConfig, device: str) -> boo
     if training.attention == "auto":
         return training.compile and device == "cuda" and model.blocks > 1 and model.length >= 128
     return training.attention == "tiles"
+
+
+def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
+    """Fields of the training section that make this run fast on the device, for those who did not choose.
+
+    A recorded step costs nothing to make. Compiling takes about a minute, so the run must be worth some minutes; bf16 pays
+    where matrix products are large.
+    """
+    if device != "cuda":
+        return {}
+    worth = 3 * forward_flops(run.model) * run.training.batch_size * run.training.steps
+    return {
+        "capture": world_size() == 1,
+        "compile": worth > 1e16,
+        "precision": "bf16" if run.model.width >= 128 else "tf32",
+    }
 
 
 class Step:

@@ -1,0 +1,66 @@
+"""Logs for TensorBoard, an extra: every number of the log, and samples as the model trains."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vmd.config import InvalidInput, TrainingConfig
+from vmd.model import VMD
+
+SHOWN = 8  # sequences per picture of samples
+LOOKS = 20  # times in a run that samples are drawn
+PAIRS = 2_000  # samples in a heat map
+
+
+class Board:
+    """What a run shows while it trains, in OUT/tensorboard."""
+
+    def __init__(self, out: Path, model: VMD, training: TrainingConfig):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InvalidInput("--tensorboard: not installed: pip install 'vmd[tensorboard]'") from None
+        self.make_writer = lambda: SummaryWriter(str(out / "tensorboard"))
+        self.writer: Any = None  # made when there is something to show: a run may be refused before
+        self.model, self.steps = model, training.steps
+        self.every = max(1, training.steps // LOOKS)
+        self.draws_samples = training.parallel == "ddp"  # weights spread over processes cannot be sampled by one
+
+    def __enter__(self) -> "Board":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def show(self, step: int, record: dict | None) -> None:
+        """After every step; the record is None where no log line was written."""
+        self.writer = self.writer or self.make_writer()
+        for name, value in (record or {}).items():
+            if name != "step":
+                self.writer.add_scalar(f"train/{name}", value, step)
+        if self.draws_samples and (step % self.every == 0 or step == self.steps):
+            self.show_samples(step)
+
+    def show_samples(self, step: int) -> None:
+        """One step per block, rule sample, from the weights of now (not their average)."""
+        config = self.model.config
+        generator = torch.Generator(self.model.device).manual_seed(step)
+        pairs = config.length == 2 and config.vocab_size <= 100
+        tokens = self.model.sample(PAIRS if pairs else SHOWN, steps=1, rule="sample", generator=generator).tokens.cpu()
+        names = config.symbols or tuple(map(str, range(config.vocab_size)))
+        lines = [" ".join(names[t] for t in row) for row in tokens[:SHOWN].tolist()]
+        self.writer.add_text("samples/one step per block", "\n".join(f"    {line}" for line in lines), step)
+        if pairs:
+            self.writer.add_image("samples/pairs, one step", heat(tokens, config.vocab_size), step)
+
+
+def heat(pairs: Tensor, vocab_size: int, cell: int = 16) -> Tensor:
+    """(1, V cell, V cell): how often each pair was drawn, white for the most frequent."""
+    counts = torch.zeros(vocab_size, vocab_size).index_put_(
+        (pairs[:, 0], pairs[:, 1]), torch.ones(len(pairs)), accumulate=True
+    )
+    return (counts / counts.max()).repeat_interleave(cell, 0).repeat_interleave(cell, 1).unsqueeze(0)

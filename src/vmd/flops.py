@@ -1,0 +1,54 @@
+"""How much work a model is: operations counted, not measured. Imports no torch."""
+
+from vmd.config import ModelConfig
+
+
+def forward_flops(config: ModelConfig) -> float:
+    """Operations of the matrix products of one training sequence's forward pass: useful work only.
+
+    A product of (m, k) and (k, n) counts 2 m k n. Attention counts the pairs that see each other, twice (scores, values).
+    Of a last layer the clean stream's keys and values count alone, since nothing reads the rest.
+    """
+    c, d, length, r, z = config, config.width, config.length, config.block_size, config.latent
+    blocks = length // r
+    keys_values, rest = 4 * d * d, 4 * d * d + 4 * c.mlp_ratio * d * d  # per token: k and v; q, out and MLP
+    pair = 4 * d  # per pair that sees each other
+    block_causal = length * (length + r) / 2  # pairs of the clean stream
+    own, before = length * r, length * (length - r) / 2  # pairs of the noisy stream: in its block, with clean ones before
+
+    def one_stream(layers: int, pairs: float) -> float:
+        return layers * (length * (keys_values + rest) + pair * pairs)
+
+    def two_streams(layers: int, pairs: float) -> float:
+        """Over [xt ; x0], whose noisy half sees so many pairs."""
+        return one_stream(layers, pairs) + one_stream(layers - 1, block_causal) + length * keys_values
+
+    def network(layers: int) -> float:
+        return two_streams(layers, own + before) if blocks > 1 else one_stream(layers, own)
+
+    total = network(c.layers) + 2 * length * d * c.vocab_size
+    if z.kind == "gaussian":
+        if z.encoder_stream == "doubled":
+            total += two_streams(z.encoder_layers, own + before + own)
+        elif z.encoder_sees_mask:
+            total += network(z.encoder_layers)
+        else:
+            total += one_stream(z.encoder_layers, block_causal)
+        total += blocks * 2 * d * 2 * z.dim  # its head
+        streams = 2 if blocks > 1 else 1
+        total += streams * blocks * 2 * (c.layers * 6 * d * d) + blocks * 2 * (z.dim * d + d * d + 2 * d * d)
+        if z.prior == "learned":
+            total += network(z.prior_layers) + blocks * 2 * d * 2 * z.dim
+    if z.kind == "categorical":
+        total += blocks * 2 * d * z.codes  # the prior
+        times = z.codes if z.code_layers else 1
+        if z.code_layers:  # the noisy stream runs through the last layers for every code, not once
+            total += (z.codes - 1) * one_stream(z.code_layers, own + before)
+            total += z.codes * z.code_layers * blocks * 2 * 6 * d * d  # modulations
+            total += (z.codes - 1) * 2 * length * d * c.vocab_size
+        if z.head == "bilinear":
+            rank = z.head_dim or d
+            total += times * 2 * length * d * rank + z.codes * 2 * length * rank * c.vocab_size
+        elif not z.code_layers:
+            total += 2 * length * c.vocab_size * z.codes
+    return float(total)

@@ -1,0 +1,130 @@
+"""Counted work, measured speed and what `vmd bench` writes. No test here depends on how fast anything is."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from command import refused, settings, succeeds
+from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, tiny_config
+from vmd.bench import bench_table, cases_of, exponent, run_bench
+from vmd.config import LatentConfig, ModelConfig, RunConfig, TrainingConfig
+from vmd.flops import forward_flops
+from vmd.masking import draw_masks
+from vmd.model import VMD
+
+SMALL = ("model.length=16", "model.layers=2", "model.width=16", "model.heads=2", "model.latent.codes=4")
+TINY = settings(*SMALL, "training.batch_size=4")
+
+
+def counted(config: ModelConfig) -> float:
+    """Operations of the matrix products that a forward pass really makes, by torch's counter, for one sequence."""
+    model, x0 = VMD(config).eval(), random_tokens(1, config.length, config.vocab_size)
+    masks = draw_masks(x0, config.block_size, generator=torch.Generator().manual_seed(0))
+    shape = model.latent_shape(1)
+    noise = torch.randn(shape) if shape is not None and config.latent.kind == "gaussian" else None
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(x0, masks, noise)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "z",
+    [NO_LATENT, latent(), latent("doubled"), learned_prior(), codes(), codes(layers=1), codes(head="additive")],
+    ids=["none", "gaussian", "doubled", "learned-prior", "codes", "last-layer", "additive"],
+)
+def test_counted_work_of_one_block_is_what_torch_counts(z):
+    config = ModelConfig(vocab_size=11, length=12, layers=3, width=16, heads=2, latent=z).resolved(12, 11)
+    assert forward_flops(config) == pytest.approx(counted(config), rel=0.03)
+
+
+def test_useful_work_is_less_than_what_a_dense_mask_makes():
+    config = ModelConfig(vocab_size=11, length=64, block_size=4, layers=4, width=16, heads=2, latent=NO_LATENT)
+    assert 0.5 * counted(config) < forward_flops(config) < counted(config)
+
+
+def test_work_grows_as_it_should():
+    def flops(**changes) -> float:
+        base = {"vocab_size": 27, "length": 256, "block_size": 4, "layers": 8, "width": 64, "heads": 4, "latent": NO_LATENT}
+        return forward_flops(ModelConfig(**(base | changes)))
+
+    assert flops(length=512) > 2 * flops()  # attention is more than linear
+    assert 3.5 < flops(width=256) / flops(width=128) < 4
+    k64, k128, k256 = (flops(latent=LatentConfig(kind="categorical", codes=k)) for k in (64, 128, 256))
+    assert k256 - k128 == pytest.approx(2 * (k128 - k64))
+    by_layer = [flops(latent=LatentConfig(kind="categorical", codes=8, code_layers=m)) for m in (1, 2, 3)]
+    assert by_layer[2] - by_layer[1] == pytest.approx(by_layer[1] - by_layer[0])
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.5])
+def test_exponents_are_recovered(power):
+    assert exponent([1, 2, 8, 64], [3 * n**power for n in (1, 2, 8, 64)]) == pytest.approx(power, abs=1e-9)
+
+
+@pytest.mark.parametrize("what", ["train", "sample"])
+def test_a_bench_says_what_it_measured(what, tmp_path):
+    out = tmp_path / "bench.json"
+    printed = succeeds("bench", what, "text", *TINY, "--batch", "2", "--steps", "1,2", "--device", "cpu", "--json", out)
+    record = json.loads(out.read_text())
+    assert record["what"] == what
+    assert record["hardware"]["device"] == "cpu"
+    assert record["configuration"]["model"]["length"] == 16
+    assert "naive" in printed.err
+    for row in record["rows"]:
+        assert row["tokens_per_second"] > 0
+        assert row["times_naive"] > 0
+        assert row["naive"]["path"]
+        assert row["without_latent"]["tokens_per_second"] > 0
+    if what == "train":
+        (row,) = record["rows"]
+        assert row["utilisation"] == pytest.approx(row["flops_per_token"] * row["tokens_per_second"] / row["ceiling_flops"])
+    else:
+        assert [(row["batch"], row["steps"], row["nfe"]) for row in record["rows"]] == [(2, 1, 4), (2, 2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("what", "vary", "values"),
+    [
+        ("train", "model.latent.codes=2,8", ["2", "8"]),
+        ("train", "batch=2,4", ["2", "4"]),
+        ("sample", "steps=1,2,4", ["1", "2", "4"]),
+        ("sample", "model.length=8,16", ["8", "16"]),
+    ],
+)
+def test_growth_has_a_row_for_every_value_and_an_exponent(what, vary, values):
+    run = RunConfig(
+        model=ModelConfig(vocab_size=5, length=8, block_size=4, width=16, heads=2, latent=LatentConfig(kind="categorical")),
+        training=TrainingConfig(batch_size=2),
+    )
+    record = run_bench(what, run, "cpu", batches=[2], steps=[1], vary=vary)
+    assert [row["value"] for row in record["rows"]] == values
+    assert isinstance(record["exponent"], float)
+    headers, lines = bench_table(record)
+    assert all(len(line) == len(headers) for line in lines)
+
+
+def test_every_batch_is_sampled_with_every_number_of_steps():
+    run = RunConfig(model=tiny_config(8, 4))
+    cases = cases_of("sample", run, [1, 3], [1, 2], "", [])
+    assert [(case.batch, case.steps) for case in cases] == [(1, 1), (1, 2), (3, 1), (3, 2)]
+    assert len(cases_of("train", run, [1, 3], [1, 2], "", [])) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["fly"], "fly"),
+        (["train", "nothing"], "nothing"),
+        (["train", "array"], "model.length"),
+        (["train", "text", "--vary", "model.length=256"], "two values"),
+        (["train", "text", "--vary", "steps=1,2"], "vmd bench sample"),
+        (["sample", "text", "--steps", "9"], "9"),
+        (["sample", "text", "--vary", "batch=1,x"], "x"),
+        (["train", "text", "--vary", "model.nothing=1,2"], "model.nothing"),
+        (["train", "text", "--json", "somewhere.txt"], "somewhere.txt"),
+    ],
+)
+def test_bad_requests_get_one_line(words, named, tmp_path):
+    assert named in refused("bench", *words, "--device", "cpu", folder=tmp_path)
