@@ -52,7 +52,7 @@ def test_tiles_are_the_dense_mask(generator, length, r, own_clean_block):
     visible = Visibility(length, r, own_clean_block=own_clean_block)
     q, k, v = queries_keys_values(2 * length, 2 * length, generator)
     expected = attend(q, k, v, of_first_queries(visible(), None))
-    visible.set_tiles(True)
+    visible.use("tiles")
     torch.testing.assert_close(attend(q, k, v, of_first_queries(visible(), None)), expected, atol=1e-5, rtol=1e-4)
     noisy = attend(q[:, :, :length], k, v, of_first_queries(visible(), length))
     torch.testing.assert_close(noisy, expected[:, :, :length], atol=1e-5, rtol=1e-4)

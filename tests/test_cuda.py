@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from vmd.attention import Visibility, attend, of_first_queries, visibility
+from vmd.bench import RandomTokens
 from vmd.config import RunConfig, override_all
+from vmd.data import ArrayData
 from vmd.data.synthetic import law
 from vmd.ensemble import Ensemble
 from vmd.model import VMD
+from vmd.network import rotate
 from vmd.presets import synthetic
 from vmd.reproduce import StackedLaws
 from vmd.training import draw_batch, mean_loss, train
@@ -78,3 +83,134 @@ def test_cached_samples_equal_uncached_ones_on_the_gpu():
     cached = model.sample(64, seeds=seeds, rule="argmax", steps=2)
     uncached = model.sample(64, seeds=seeds, rule="argmax", steps=2, cache=False)
     assert (cached.tokens == uncached.tokens).float().mean() > 0.99
+
+
+def text_like(*settings: str) -> RunConfig:
+    """Sequences longer than a tile, in blocks of four."""
+    base = ["model.length=128", "model.vocab_size=11", "model.block_size=4", "model.width=64", "model.heads=2"]
+    more = ["training.batch_size=16", "training.steps=12", "training.log_every=1", "training.learning_rate=1e-3"]
+    run = override_all(RunConfig(), [*base, *more, *settings])
+    return RunConfig(run.model.resolved(128, 11), run.objective, run.training, run.data)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.latent.kind=none"],
+        ["model.latent.kind=gaussian"],
+        ["model.latent.kind=gaussian", "model.latent.encoder_stream=doubled", "model.latent.on_clean=true"],
+        ["model.latent.kind=gaussian", "model.latent.prior=learned", "objective.samples=2"],
+        ["model.latent.kind=categorical", "model.latent.codes=8"],
+        ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.code_layers=1"],
+        ["model.latent.kind=none", "training.optimizer=muon", "training.accumulate=2", "training.ema=0.9"],
+    ],
+    ids=lambda settings: " ".join(s.rpartition(".")[2] for s in settings),
+)
+def test_the_fast_path_trains_as_the_plain_one(settings):
+    """Compiled and recorded, with the kernels and with tiles, against a dense mask step by step."""
+    logs = []
+    fast = ["training.compile=true", "training.capture=true", "training.precision=tf32"]
+    ways = [["training.attention=dense"], [*fast, "training.attention=tiles"], [*fast, "training.attention=fused"]]
+    for path in ways:
+        run = text_like(*settings, *path)
+        torch._dynamo.reset()
+        data = RandomTokens(128, 11)
+        logs.append([record["total"] for record in train(VMD(run.model).cuda(), data, run)])
+    assert logs[0] == pytest.approx(logs[1], rel=3e-3)
+    assert logs[0] == pytest.approx(logs[2], rel=3e-3)
+
+
+@pytest.mark.parametrize("keep", [None, "noisy"])
+@pytest.mark.parametrize("own_clean_block", [False, True])
+@pytest.mark.parametrize(("length", "r", "head"), [(128, 4, 32), (100, 4, 64), (200, 8, 32), (256, 128, 32), (130, 13, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_and_their_gradients_are_the_dense_mask_s(length, r, head, own_clean_block, keep, dtype):
+    """Against float64 on the same numbers; every gradient is written, also of keys nobody sees."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(3, 2 * length, 3 * 2 * head, device="cuda", generator=generator).to(dtype)
+    dense = visibility(length, r, own_clean_block=own_clean_block, device="cuda")
+    angles = torch.arange(length, device="cuda").unsqueeze(1) * 10_000.0 ** (-torch.arange(0, head, 2, device="cuda") / head)
+    exact = qkv.double().requires_grad_()
+    q, k, v = exact.unflatten(-1, (3, 2, head)).permute(2, 0, 3, 1, 4)
+    both = angles.double().repeat(2, 1)
+    scores = (rotate(q, both) @ rotate(k, both).mT * head**-0.5).masked_fill(~dense, -torch.inf)
+    expected = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)[:, : length if keep else None]
+    from vmd.kernels import doubled_attention  # needs Triton
+
+    ours = qkv.clone().requires_grad_()
+    found, _ = doubled_attention(ours, angles.cos(), angles.sin(), 2, r, own_clean_block, keep is not None)
+    weights = torch.randn(found.shape, device="cuda", generator=generator)
+    (wanted,) = torch.autograd.grad((expected * weights).sum(), exact)
+    (gradient,) = torch.autograd.grad((found.float() * weights).sum(), ours)
+    close = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    assert float((found.double() - expected).norm() / expected.norm()) < close
+    assert float((gradient.double() - wanted).norm() / wanted.norm()) < close
+
+
+@pytest.mark.parametrize("own_clean_block", [False, True])
+@pytest.mark.parametrize(("length", "r"), [(128, 4), (200, 8)])
+def test_tiles_and_their_gradients_are_the_dense_mask_s(length, r, own_clean_block):
+    visible = Visibility(length, r, own_clean_block=own_clean_block).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 2 * length, 32, device="cuda", generator=generator, requires_grad=True) for _ in range(3))
+    found = []
+    for way in ("dense", "tiles"):
+        visible.use(way)
+        out = torch.compile(attend, dynamic=False)(q, k, v, of_first_queries(visible(), None))
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for dense, tiled in zip(*found, strict=True):
+        torch.testing.assert_close(tiled, dense, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("z", ["once", "fresh"])
+@pytest.mark.parametrize(("rule", "order"), [("argmax", "prob"), ("sample", "random"), ("sample", "entropy")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.latent.kind=none"],
+        ["model.latent.kind=gaussian"],
+        ["model.latent.kind=gaussian", "model.latent.prior=learned"],
+        ["model.latent.kind=categorical", "model.latent.codes=8"],
+        ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.code_layers=1"],
+    ],
+    ids=lambda settings: " ".join(s.rpartition(".")[2] for s in settings),
+)
+def test_recorded_samples_are_the_plain_ones(settings, rule, order, z):
+    model = VMD(text_like(*settings).model).cuda().eval()
+    prompt = torch.full((24, 128), -1)
+    prompt[:, 8:20] = 3  # whole blocks given, and parts of blocks
+    prompt[::2, 61] = 1
+    options = {"steps": 2, "order": order, "rule": rule, "z": z, "seeds": list(range(24))}
+    recorded, plain = (model.sample(prompt=prompt, desk=model.desk(8, record=record), **options) for record in (True, False))
+    assert (recorded.tokens == plain.tokens).float().mean() > 0.98  # equal but for ties of rounding
+    assert (recorded.nfe, recorded.cache_passes) == (plain.nfe, plain.cache_passes)
+    assert bool((recorded.tokens.cpu() == prompt)[prompt >= 0].all())
+
+
+def test_a_desk_serves_many_calls():
+    model = VMD(text_like("model.latent.kind=categorical").model).cuda().eval()
+    desk = model.desk(8)
+    first, other, again = (model.sample(8, desk=desk, seeds=list(range(s, s + 8))).tokens for s in (0, 50, 0))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_an_array_is_kept_on_the_device():
+    data = ArrayData(torch.randint(300, (50, 6), generator=torch.Generator().manual_seed(0)).numpy())
+    assert torch.equal(data.batch(3, 20, device="cuda").cpu(), data.batch(3, 20))
+
+
+def test_one_process_of_a_group_trains_as_a_process_alone(tmp_path):
+    """DDP and FSDP on the GPU, with a group of one."""
+    logs = []
+    for parallel in (None, "ddp", "fsdp"):
+        run = text_like("model.latent.kind=categorical", "model.latent.codes=8", f"training.parallel={parallel or 'ddp'}")
+        if parallel is not None:
+            dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/{parallel}", rank=0, world_size=1)
+        try:
+            logs.append([record["total"] for record in train(VMD(run.model).cuda(), RandomTokens(128, 11), run)])
+        finally:
+            if parallel is not None:
+                dist.destroy_process_group()
+    assert logs[0] == pytest.approx(logs[1], rel=1e-3)
+    assert logs[0] == pytest.approx(logs[2], rel=1e-3)

@@ -138,7 +138,143 @@ def killed_at_16(run: Path, folder: Path) -> Path:
     return folder
 
 
-# Training
+# Shares
+
+
+@given(count=st.integers(0, 200), world=st.integers(1, 17))
+def test_shares_cover_everything_once_in_order_and_evenly(count, world):
+    shares = []
+    for rank in range(world):
+        with as_one_of(world, rank):
+            shares.append(distributed.my_share(count))
+    assert [i for share in shares for i in share] == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(each=st.integers(1, 20), world=st.integers(1, 9))
+def test_rows_of_a_batch_are_equal_shares_of_it(each, world):
+    shares = []
+    for rank in range(world):
+        with as_one_of(world, rank):
+            shares.append(distributed.my_rows(each * world))
+            if world > 1:
+                with pytest.raises(InvalidInput, match=f"a batch of {each * world + 1} rows"):
+                    distributed.my_rows(each * world + 1)
+    assert [i for rows in shares for i in range(rows.start, rows.stop)] == list(range(each * world))
+    assert {(rows.stop - rows.start, rows.total) for rows in shares} == {(each, each * world)}
+
+
+OBJECTIVES = {
+    "counts": ObjectiveConfig(),
+    "times": ObjectiveConfig(masking="times"),
+    "steps-fresh": ObjectiveConfig(masking="steps", steps=(1, 2)),
+    "steps-once": ObjectiveConfig(masking="steps", steps=(1, 2), z="once"),
+    "samples": ObjectiveConfig(samples=3),
+    "samples-once": ObjectiveConfig(masking="steps", steps=(2,), z="once", samples=3),
+}
+DATA: dict[str, Dataset] = {
+    "array": ArrayData(np.random.default_rng(0).integers(0, 3, (7, 4)), seed=1),  # an epoch is shorter than a batch
+    "law": random_law(4, 3),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA.keys())
+@pytest.mark.parametrize("fixed", [None, torch.tensor([True, False, False, False])], ids=["free", "fixed"])
+@given(cuts=st.lists(st.integers(1, 11), max_size=4, unique=True), step=st.integers(0, 9))
+@hypothesis_settings(max_examples=12)
+def test_parts_of_a_batch_are_what_they_are_in_the_whole(objective, data, fixed, cuts, step):
+    model, size = VMD(tiny_config(4, 2, vocab_size=3, z=latent())), 12
+
+    def drawn(rows: Rows | None) -> tuple[Batch, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        batch = draw_batch(model, data, objective, step, size, fixed, generator, rows)
+        return batch, generator.get_state()
+
+    whole, state = drawn(None)
+    edges = [0, *sorted(cuts), size]
+    parts = []
+    for start, stop in itertools.pairwise(edges):
+        part, after = drawn(Rows(start, stop, size))
+        assert torch.equal(after, state)  # what is drawn later is the same for all
+        parts.append(part)
+    assert torch.equal(torch.cat([part.x0 for part in parts]), whole.x0)
+    for name in Masks._fields:
+        assert torch.equal(torch.cat([getattr(part.masks, name) for part in parts]), getattr(whole.masks, name))
+    noises = [part.noise for part in parts if part.noise is not None]
+    assert whole.noise is not None
+    assert torch.equal(torch.cat(noises, dim=-3), whole.noise)
+    assert len(whole.x0) == size
+
+
+@pytest.mark.parametrize("z", [LatentConfig(kind="none"), latent(), codes()], ids=["none", "gaussian", "codes"])
+def test_fewer_rows_than_processes_are_scored_or_refused(z):
+    model, data = VMD(tiny_config(4, 2, vocab_size=3, z=z)), ArrayData(np.array([[0, 1, 2, 0]]))
+    with as_one_of(2, rank=0), contextlib.suppress(InvalidInput):  # the one row is the other's
+        evaluate_model(model, data, [1, 2])
+
+
+# Gradients that are added up
+
+KINDS = {
+    "none": (LatentConfig(kind="none"), ObjectiveConfig()),
+    "gaussian": (latent("doubled", on_clean=True), ObjectiveConfig(kl_weight=0.5)),
+    "learned-samples": (learned_prior(), ObjectiveConfig(samples=3)),
+    "learned-once": (learned_prior(), ObjectiveConfig(masking="steps", steps=(1, 2), z="once", samples=3)),
+    "bilinear": (codes(), ObjectiveConfig()),
+    "bilinear-once": (codes(), ObjectiveConfig(masking="steps", steps=(2,), z="once")),
+    "additive-layer": (codes(head="additive", layers=1), ObjectiveConfig(masking="times")),
+}
+kinds = pytest.mark.parametrize(("z", "objective"), KINDS.values(), ids=KINDS.keys())
+
+
+@kinds
+def test_a_batch_in_four_parts_trains_as_the_whole(z, objective):
+    models, logs = [], []
+    for accumulate in (1, 4):
+        settings = TrainingConfig(steps=8, batch_size=16, log_every=1, clip=0.5, ema=0.5, accumulate=accumulate)
+        config = RunConfig(model=tiny_config(4, 2, vocab_size=3, z=z), objective=objective, training=settings)
+        models.append(VMD(config.model))
+        logs.append(train(models[-1], DATA["array"], config))
+    for name in ("total", "reconstruction", "kl", "gradient_norm"):
+        assert [r[name] for r in logs[1]] == pytest.approx([r[name] for r in logs[0]], rel=1e-4, abs=1e-6)
+    for name, tensor in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], tensor, atol=1e-4, rtol=1e-4)
+
+
+@kinds
+def test_every_weight_has_a_gradient(z, objective):
+    """Processes wait for each other's gradient of every weight."""
+    model = VMD(tiny_config(4, 2, vocab_size=3, z=z))
+    batch = draw_batch(model, DATA["law"], objective, 0, 8, None, torch.Generator().manual_seed(0))
+    mean_loss(model, batch, torch.tensor(1.0), 0.0).total.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+# What is for one process only
+
+
+def test_tables_are_reproduced_by_one_process(here, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "without torchrun" in refused("reproduce", "two-token", "--quick", folder=here)
+
+
+def test_a_recorded_step_is_for_one_process(monkeypatch):
+    check_precision(TrainingConfig(capture=True), "cuda")
+    monkeypatch.setattr(training, "world_size", lambda: 2)
+    with pytest.raises(InvalidInput, match=r"training.capture=true: expected false with several processes"):
+        check_precision(TrainingConfig(capture=True), "cuda")
+
+
+@pytest.mark.parametrize(("batch", "accumulate"), [(16, 3), (12, 4), (2, 2)])
+def test_a_batch_divides_among_processes_and_their_parts(batch, accumulate, monkeypatch):
+    monkeypatch.setattr(training, "world_size", lambda: 2)
+    with pytest.raises(InvalidInput, match=f"training.batch_size={batch}: expected a multiple of {2 * accumulate}"):
+        check_precision(TrainingConfig(batch_size=batch, accumulate=accumulate), "cpu")
+    check_precision(TrainingConfig(batch_size=2 * batch * accumulate, accumulate=accumulate), "cpu")
+
+
+# Training in two processes
 
 
 @pytest.mark.parametrize(
@@ -243,139 +379,3 @@ def test_two_processes_score_as_one_and_print_one_table(here):
     assert rows[1][0]["steps"] == 1  # where nothing is left to chance
     assert rows[1][0]["value"] == pytest.approx(rows[0][0]["value"], rel=1e-5)
     assert rows[1][0]["stderr"] == pytest.approx(rows[0][0]["stderr"], rel=1e-4)
-
-
-@pytest.mark.parametrize("z", [LatentConfig(kind="none"), latent(), codes()], ids=["none", "gaussian", "codes"])
-def test_fewer_rows_than_processes_are_scored_or_refused(z):
-    model, data = VMD(tiny_config(4, 2, vocab_size=3, z=z)), ArrayData(np.array([[0, 1, 2, 0]]))
-    with as_one_of(2, rank=0), contextlib.suppress(InvalidInput):  # the one row is the other's
-        evaluate_model(model, data, [1, 2])
-
-
-# What is for one process only
-
-
-def test_tables_are_reproduced_by_one_process(here, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "without torchrun" in refused("reproduce", "two-token", "--quick", folder=here)
-
-
-def test_a_recorded_step_is_for_one_process(monkeypatch):
-    check_precision(TrainingConfig(capture=True), "cuda")
-    monkeypatch.setattr(training, "world_size", lambda: 2)
-    with pytest.raises(InvalidInput, match=r"training.capture=true: expected false with several processes"):
-        check_precision(TrainingConfig(capture=True), "cuda")
-
-
-@pytest.mark.parametrize(("batch", "accumulate"), [(16, 3), (12, 4), (2, 2)])
-def test_a_batch_divides_among_processes_and_their_parts(batch, accumulate, monkeypatch):
-    monkeypatch.setattr(training, "world_size", lambda: 2)
-    with pytest.raises(InvalidInput, match=f"training.batch_size={batch}: expected a multiple of {2 * accumulate}"):
-        check_precision(TrainingConfig(batch_size=batch, accumulate=accumulate), "cpu")
-    check_precision(TrainingConfig(batch_size=2 * batch * accumulate, accumulate=accumulate), "cpu")
-
-
-# Shares
-
-
-@given(count=st.integers(0, 200), world=st.integers(1, 17))
-def test_shares_cover_everything_once_in_order_and_evenly(count, world):
-    shares = []
-    for rank in range(world):
-        with as_one_of(world, rank):
-            shares.append(distributed.my_share(count))
-    assert [i for share in shares for i in share] == list(range(count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-@given(each=st.integers(1, 20), world=st.integers(1, 9))
-def test_rows_of_a_batch_are_equal_shares_of_it(each, world):
-    shares = []
-    for rank in range(world):
-        with as_one_of(world, rank):
-            shares.append(distributed.my_rows(each * world))
-            if world > 1:
-                with pytest.raises(InvalidInput, match=f"a batch of {each * world + 1} rows"):
-                    distributed.my_rows(each * world + 1)
-    assert [i for rows in shares for i in range(rows.start, rows.stop)] == list(range(each * world))
-    assert {(rows.stop - rows.start, rows.total) for rows in shares} == {(each, each * world)}
-
-
-OBJECTIVES = {
-    "counts": ObjectiveConfig(),
-    "times": ObjectiveConfig(masking="times"),
-    "steps-fresh": ObjectiveConfig(masking="steps", steps=(1, 2)),
-    "steps-once": ObjectiveConfig(masking="steps", steps=(1, 2), z="once"),
-    "samples": ObjectiveConfig(samples=3),
-    "samples-once": ObjectiveConfig(masking="steps", steps=(2,), z="once", samples=3),
-}
-DATA: dict[str, Dataset] = {
-    "array": ArrayData(np.random.default_rng(0).integers(0, 3, (7, 4)), seed=1),  # an epoch is shorter than a batch
-    "law": random_law(4, 3),
-}
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
-@pytest.mark.parametrize("data", DATA.values(), ids=DATA.keys())
-@pytest.mark.parametrize("fixed", [None, torch.tensor([True, False, False, False])], ids=["free", "fixed"])
-@given(cuts=st.lists(st.integers(1, 11), max_size=4, unique=True), step=st.integers(0, 9))
-@hypothesis_settings(max_examples=12)
-def test_parts_of_a_batch_are_what_they_are_in_the_whole(objective, data, fixed, cuts, step):
-    model, size = VMD(tiny_config(4, 2, vocab_size=3, z=latent())), 12
-
-    def drawn(rows: Rows | None) -> tuple[Batch, torch.Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        batch = draw_batch(model, data, objective, step, size, fixed, generator, rows)
-        return batch, generator.get_state()
-
-    whole, state = drawn(None)
-    edges = [0, *sorted(cuts), size]
-    parts = []
-    for start, stop in itertools.pairwise(edges):
-        part, after = drawn(Rows(start, stop, size))
-        assert torch.equal(after, state)  # what is drawn later is the same for all
-        parts.append(part)
-    assert torch.equal(torch.cat([part.x0 for part in parts]), whole.x0)
-    for name in Masks._fields:
-        assert torch.equal(torch.cat([getattr(part.masks, name) for part in parts]), getattr(whole.masks, name))
-    noises = [part.noise for part in parts if part.noise is not None]
-    assert whole.noise is not None
-    assert torch.equal(torch.cat(noises, dim=-3), whole.noise)
-    assert len(whole.x0) == size
-
-
-# Gradients that are added up
-
-KINDS = {
-    "none": (LatentConfig(kind="none"), ObjectiveConfig()),
-    "gaussian": (latent("doubled", on_clean=True), ObjectiveConfig(kl_weight=0.5)),
-    "learned-samples": (learned_prior(), ObjectiveConfig(samples=3)),
-    "learned-once": (learned_prior(), ObjectiveConfig(masking="steps", steps=(1, 2), z="once", samples=3)),
-    "bilinear": (codes(), ObjectiveConfig()),
-    "bilinear-once": (codes(), ObjectiveConfig(masking="steps", steps=(2,), z="once")),
-    "additive-layer": (codes(head="additive", layers=1), ObjectiveConfig(masking="times")),
-}
-kinds = pytest.mark.parametrize(("z", "objective"), KINDS.values(), ids=KINDS.keys())
-
-
-@kinds
-def test_a_batch_in_four_parts_trains_as_the_whole(z, objective):
-    models, logs = [], []
-    for accumulate in (1, 4):
-        settings = TrainingConfig(steps=8, batch_size=16, log_every=1, clip=0.5, ema=0.5, accumulate=accumulate)
-        config = RunConfig(model=tiny_config(4, 2, vocab_size=3, z=z), objective=objective, training=settings)
-        models.append(VMD(config.model))
-        logs.append(train(models[-1], DATA["array"], config))
-    for name in ("total", "reconstruction", "kl", "gradient_norm"):
-        assert [r[name] for r in logs[1]] == pytest.approx([r[name] for r in logs[0]], rel=1e-4, abs=1e-6)
-    for name, tensor in models[0].state_dict().items():
-        torch.testing.assert_close(models[1].state_dict()[name], tensor, atol=1e-4, rtol=1e-4)
-
-
-@kinds
-def test_every_weight_has_a_gradient(z, objective):
-    """Processes wait for each other's gradient of every weight."""
-    model = VMD(tiny_config(4, 2, vocab_size=3, z=z))
-    batch = draw_batch(model, DATA["law"], objective, 0, 8, None, torch.Generator().manual_seed(0))
-    mean_loss(model, batch, torch.tensor(1.0), 0.0).total.backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None] == []

@@ -25,7 +25,17 @@ from helpers import (
 )
 from vmd.config import InvalidInput
 from vmd.data import law
-from vmd.sampling import ORDERS, RULES, Samples, confidence, draw_tokens, keep_nucleus, reveal_counts, sample
+from vmd.sampling import (
+    ORDERS,
+    RULES,
+    Samples,
+    confidence,
+    draw_tokens,
+    hashed_uniforms,
+    keep_nucleus,
+    reveal_counts,
+    sample,
+)
 
 orders = pytest.mark.parametrize("order", ORDERS)
 
@@ -631,3 +641,79 @@ def test_latents_of_a_learned_prior_are_drawn_from_it():
     assert float(mean.abs().max()) > 0.1  # not the standard normal one
     assert (standard.mean(0).abs() < 4 / 4_000**0.5).all()
     assert ((standard.var(0) - 1).abs() < 4 * (2 / 4_000) ** 0.5).all()
+
+
+# Chance by row, and desks
+
+
+def test_hashed_numbers_are_uniform_and_unlike_each_other():
+    u = hashed_uniforms(torch.arange(200), 0, 500)  # neighbouring seeds, as people use them
+    assert u.dtype == torch.float64
+    assert float(u.min()) > 0
+    assert float(u.max()) < 1
+    counts = torch.histc(u.float(), 50, 0, 1)
+    assert chi_square_p(counts, torch.full((50,), 1 / 50)) > 1e-4
+    z = torch.special.ndtri(u)
+    for across in (z, z.T):  # draws of a row, and rows of a draw
+        correlations = torch.corrcoef(across)[~torch.eye(len(across), dtype=torch.bool)]
+        assert float(correlations.abs().max()) < 6 / across.shape[1] ** 0.5
+        assert float(correlations.square().mean()) == pytest.approx(1 / across.shape[1], rel=0.1)
+    assert u.unique().numel() == u.numel()
+
+
+def test_hashed_numbers_depend_on_seed_and_place_alone():
+    seeds = torch.tensor([3, 2**62 - 1, 0])
+    whole = hashed_uniforms(seeds, 0, 12)
+    assert torch.equal(hashed_uniforms(seeds[1:], 5, 4), whole[1:, 5:9])
+
+
+def test_splitmix_of_its_reference():
+    """The published generator's first output for seed 1234567 (Vigna), and our use of its finaliser."""
+    golden, mask = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        return x ^ x >> 31
+
+    assert mix(1234567 + golden & mask) == 6457827717110365317
+    state = mix(42)
+    expected = [((mix(state + (i + 1) * golden & mask) >> 11) + 0.5) * 2.0**-53 for i in range(20)]
+    assert hashed_uniforms(torch.tensor([42]), 0, 20)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("z_config", [NO_LATENT, latent(on_clean=True), *PRIORS.values()])
+def test_a_desk_used_again_gives_what_a_new_one_gives(z_config):
+    model = strong_model(6, 2, 5, z_config)
+    desk = model.desk(4)
+    prompt = gaps(4, 6)
+    prompt[0, 2:4] = prompt[1, 0] = 1
+    for seed in (1, 2):
+        seeds = range(seed, seed + 4)
+        again = model.sample(prompt=prompt, steps=2, seeds=seeds, desk=desk)
+        new = model.sample(prompt=prompt, steps=2, seeds=seeds)
+        assert torch.equal(again.tokens, new.tokens)
+        assert again.cache_passes == new.cache_passes
+        assert again.z is None or torch.equal(again.z, new.z)
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 4), (4, 4), (9, 4)])
+def test_batches_are_filled_up_to_the_desk_and_cut_again(n, rows):
+    model = tiny_model(6, 2, z=latent())
+    drawn = model.sample(n, seeds=range(n), desk=model.desk(rows))
+    assert torch.equal(drawn.tokens, model.sample(n, seeds=range(n)).tokens)
+    assert drawn.z.shape == (n, 3, 3)
+
+
+def test_results_are_not_the_desk_s_own_memory():
+    model = tiny_model(6, 2)
+    desk = model.desk(3)
+    first = model.sample(3, seeds=range(3), desk=desk)
+    kept = first.tokens.clone()
+    model.sample(3, seeds=range(10, 13), desk=desk)
+    assert torch.equal(first.tokens, kept)
+
+
+def test_recording_needs_a_gpu():
+    with pytest.raises(InvalidInput, match="GPU"):
+        tiny_model(6, 2).desk(3, record=True)

@@ -36,57 +36,68 @@ class Tiles(NamedTuple):
     noisy: BlockMask  # of the noisy stream's queries alone
 
 
+class Fused(NamedTuple):
+    """A visibility that the kernels of `vmd.kernels` know by its numbers."""
+
+    length: int
+    block_size: int
+    own_clean_block: bool
+
+
 class Visibility(nn.Module):
-    """What sees what in a pass over the doubled sequence: a dense mask, or tiles while `tiled` is on."""
+    """What sees what in a pass over the doubled sequence: a dense mask, tiles, or numbers for a kernel."""
 
     dense: Tensor
 
     def __init__(self, length: int, block_size: int, *, own_clean_block: bool):
         super().__init__()
-        self.shape = (length, block_size, own_clean_block)
-        self.tiles: Tiles | None = None
+        self.shape = Fused(length, block_size, own_clean_block)
+        self.other: Tiles | Fused | None = None
         dense = visibility(length, block_size, own_clean_block=own_clean_block)
         self.register_buffer("dense", dense, persistent=False)
 
-    def forward(self) -> "Tensor | Tiles":
-        return self.dense if self.tiles is None else self.tiles
+    def forward(self) -> "Tensor | Tiles | Fused":
+        return self.dense if self.other is None else self.other
 
     @property
     def clean(self) -> Tensor:
         """(L, L): the clean stream's own part, block-causal."""
-        return self.dense[self.shape[0] :, self.shape[0] :]
+        return self.dense[self.shape.length :, self.shape.length :]
 
-    def set_tiles(self, on: bool) -> None:
-        """Tiles are for compiled passes on a GPU; uncompiled, FlexAttention is slower than the dense mask."""
+    def use(self, way: str) -> None:
+        """dense, tiles (FlexAttention's, which need a compiled pass) or fused (the kernels, which need a GPU)."""
 
         def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return sees(query, key, *self.shape)
 
-        length, device = self.shape[0], self.dense.device
-        made = (create_block_mask(mask, None, None, rows, 2 * length, device=device) for rows in (2 * length, length))
-        self.tiles = Tiles(*made) if on else None
+        length, device = self.shape.length, self.dense.device
+        self.other = self.shape if way == "fused" else None
+        if way == "tiles":
+            made = (create_block_mask(mask, None, None, rows, 2 * length, device=device) for rows in (2 * length, length))
+            self.other = Tiles(*made)
 
 
 @contextmanager
-def tiled(model: nn.Module, on: bool) -> Iterator[None]:
-    """Attention by tiles inside, if `on`."""
+def attention_by(model: nn.Module, way: str) -> Iterator[None]:
+    """Attention over doubled sequences is computed that way inside, and by the dense mask afterwards."""
     parts = [part for part in model.modules() if isinstance(part, Visibility)]
     for part in parts:
-        part.set_tiles(on)
+        part.use(way)
     try:
         yield
     finally:
         for part in parts:
-            part.set_tiles(False)
+            part.use("dense")
 
 
-Visible = Tensor | Tiles | BlockMask | None
+Visible = Tensor | Tiles | Fused | BlockMask | None
 
 
 def of_first_queries(visible: Visible, keep: int | None) -> Tensor | BlockMask | None:
     """What the first `keep` queries see; None: all of them."""
     if isinstance(visible, Tiles):
         return visible.every if keep is None else visible.noisy
+    assert not isinstance(visible, Fused), "the kernels take no queries apart"
     return visible[:keep] if isinstance(visible, Tensor) else visible
 
 

@@ -221,7 +221,7 @@ class TrainingConfig:
     ema: float = 0.0  # decay of the averaged weights that are evaluated and saved; 0: the raw weights
     precision: Literal["float32", "tf32", "bf16"] = "float32"  # tf32 matrix products, bf16 autocast: CUDA only
     compile: bool = False
-    attention: Literal["auto", "dense", "tiles"] = "auto"  # of several blocks: a dense mask, or FlexAttention's tiles
+    attention: Literal["auto", "dense", "tiles", "fused"] = "auto"  # of several blocks; tiles are FlexAttention's
     capture: bool = False  # record the whole step as one CUDA graph and replay it: small models no longer wait for launches
     # Codes nobody uses take over half of the costliest ones, in the first three quarters of a run; 0: never.
     split_codes_every: int = 100

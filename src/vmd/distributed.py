@@ -54,6 +54,10 @@ def my_rows(total: int) -> Rows:
     return Rows(rank() * each, (rank() + 1) * each, total)
 
 
+def require_a_share(count: int, what: str) -> None:
+    require(count >= world_size(), f"{count} {what}: expected at least {world_size()}, the number of processes")
+
+
 def my_share(count: int) -> range:
     """This process's part of `count` things, as even as it can be; contiguous, in the order of ranks."""
     return range(rank() * count // world_size(), (rank() + 1) * count // world_size())
@@ -117,7 +121,9 @@ def parallel(model: nn.Module, kind: str, *, compiled: bool) -> nn.Module:
         if isinstance(part, Block):
             if compiled:
                 part.compile()
-            fully_shard(part, mesh=mesh)
+            # Layers that see codes also run to record keys alone; such an output has no gradient, which sharding needs.
+            if part.modulation is None or model.config.latent.kind == "gaussian":  # type: ignore[union-attr]
+                fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for method in ("codes", "encode", "denoise", "gaussian_prior"):  # what diagnostics call
         register_fsdp_forward_method(model, method)
@@ -151,6 +157,12 @@ def take_shard(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def forget_whole_weights(model: nn.Module) -> None:
+    """After a pass without gradients whole weights stay behind; changed shards would not be seen by the next pass."""
+    if hasattr(model, "reshard"):
+        model.reshard()  # type: ignore[operator]
 
 
 def sum_over_shards(x: Tensor, *, sharded: bool) -> Tensor:

@@ -11,7 +11,7 @@ from vmd.config import require
 from vmd.data import ArrayData, Law
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import Diagnostics, diagnose
-from vmd.distributed import gather_rows, my_share, rank
+from vmd.distributed import gather_rows, my_share, rank, require_a_share
 from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
@@ -54,6 +54,8 @@ def evaluate_model(
         data.vocab_size <= config.vocab_size,
         f"token id {data.vocab_size - 1} in the data: expected 0 to {config.vocab_size - 1}, the model's vocabulary",
     )
+    held = rows_scored if isinstance(data, Law) else min(rows_scored, len(data.tokens))
+    require_a_share(held, "rows to score")
     draws_of_z = sorted(set(iwae)) if config.latent.kind == "gaussian" else [1]
     for count in steps:
         check_settings(config, count, order, "sample", z, 1.0, 1.0)

@@ -35,7 +35,7 @@ def forward_flops(config: ModelConfig) -> float:
         else:
             total += one_stream(z.encoder_layers, block_causal)
         total += blocks * 2 * d * 2 * z.dim  # its head
-        streams = 2 if blocks > 1 else 1
+        streams = 2 if blocks > 1 and z.on_clean else 1
         total += streams * blocks * 2 * (c.layers * 6 * d * d) + blocks * 2 * (z.dim * d + d * d + 2 * d * d)
         if z.prior == "learned":
             total += network(z.prior_layers) + blocks * 2 * d * 2 * z.dim

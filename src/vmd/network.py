@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vmd.attention import CleanPrefix, KVCache, Visibility, Visible, attend, of_first_queries
+from vmd.attention import CleanPrefix, Fused, KVCache, Visibility, Visible, attend, of_first_queries
 from vmd.config import ModelConfig
 from vmd.latent import Categorical, Gaussian
 from vmd.masking import apply_mask
@@ -40,12 +40,13 @@ def gate_by(h: Tensor, gate: Tensor) -> Tensor:
 class Block(nn.Module):
     """A DiT block. Its layer norms have static scales and shifts; a latent adds to them (adaptive layer norm).
 
-    The modulation has no bias, so a block whose condition is zero is exactly the block of the model without latent.
+    The modulation has no bias, so a block whose condition is zero is exactly the block of the model without latent. A
+    condition may be given for the first blocks of a pass alone; the others' is zero then.
     """
 
-    def __init__(self, width: int, heads: int, mlp_ratio: int, conditioned: bool):
+    def __init__(self, width: int, heads: int, mlp_ratio: int, block_size: int, conditioned: bool):
         super().__init__()
-        self.heads = heads
+        self.heads, self.block_size = heads, block_size
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -69,6 +70,9 @@ class Block(nn.Module):
             h = h[:, :keep] + self.attention(self.attention_norm(h), angles, visible, cache, layer, keep)
             return h + self.mlp(self.mlp_norm(h))
         modulations = self.modulation(condition)  # (B, C, 6 D)
+        unconditioned = h.shape[1] // self.block_size - condition.shape[1]
+        if unconditioned:
+            modulations = F.pad(modulations, (0, 0, 0, unconditioned))
         shift1, scale1 = modulations.chunk(6, dim=-1)[:2]
         a = self.attention(modulate(self.attention_norm(h), shift1, scale1), angles, visible, cache, layer, keep)
         if keep is not None:
@@ -80,7 +84,14 @@ class Block(nn.Module):
     def attention(
         self, h: Tensor, angles: Tensor, visible: Visible, cache: Keys | None, layer: int, keep: int | None
     ) -> Tensor:
-        q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
+        qkv = self.qkv(h)
+        if isinstance(visible, Fused):
+            from vmd.kernels import doubled_attention  # needs Triton, which needs a GPU
+
+            cos, sin = (table[: visible.length].float() for table in (angles.cos(), angles.sin()))
+            shape = (self.heads, visible.block_size, visible.own_clean_block)
+            return self.attention_out(doubled_attention(qkv, cos, sin, *shape, keep is not None)[0])
+        q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
         q, k = rotate(q[:, :, :keep], angles[:keep]), rotate(k, angles)
         if cache is not None:
             k, v = cache.update(layer, k, v)
@@ -104,7 +115,8 @@ class Trunk(nn.Module):
         self.token = nn.Embedding(config.vocab_size + 1, config.width)  # the last row is [MASK]
         self.position = nn.Embedding(config.length, config.width)
         self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, config.mlp_ratio, layer >= layers - conditioned) for layer in range(layers)
+            Block(config.width, config.heads, config.mlp_ratio, config.block_size, layer >= layers - conditioned)
+            for layer in range(layers)
         )
         self.norm = nn.LayerNorm(config.width)
         frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
@@ -156,7 +168,7 @@ class LatentPathway(nn.Module):
         self.embed = nn.Sequential(
             nn.Linear(config.latent.dim, config.width), nn.SiLU(), nn.Linear(config.width, config.width)
         )
-        self.scale = nn.Parameter(torch.ones(()))
+        self.scale = nn.Parameter(torch.ones(1))
         self.final_modulation = nn.Linear(config.width, 2 * config.width, bias=False)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -189,7 +201,7 @@ class CodePathway(nn.Module):
             self.shape = (c.block_size, c.vocab_size)
         if c.latent.code_layers:
             self.code = nn.Embedding(codes, width)
-            self.scale = nn.Parameter(torch.ones(()))
+            self.scale = nn.Parameter(torch.ones(1))
 
     def tables(self, code: Tensor) -> Tensor:
         """(...,) codes -> (..., r, V), softly limited so that no normaliser underflows."""
@@ -243,9 +255,8 @@ class Decoder(nn.Module):
         condition = None if z is None else self.condition(z)
         if blocks == 1:
             return self._run(xt, positions, None, condition, None)
-        if condition is not None:
-            clean = condition if self.config.latent.on_clean else torch.zeros_like(condition)
-            condition = torch.cat([condition, clean], dim=1)
+        if condition is not None and self.config.latent.on_clean:
+            condition = condition.repeat(1, 2, 1)
         doubled = torch.cat([xt, x0], dim=1)
         return self._run(doubled, positions.repeat(2), self.visible(), condition, None, keep=length)
 
@@ -274,17 +285,18 @@ class Decoder(nn.Module):
     ) -> Tensor:
         if condition is None or not isinstance(self.pathway, LatentPathway):
             return self.head(self.trunk(tokens, positions, visible, cache=cache, keep=keep))
-        per_token = condition.repeat_interleave(tokens.shape[1] // condition.shape[1], dim=1)
+        r = self.config.block_size
+        per_token = condition.repeat_interleave(r, dim=1)
         h = self.trunk(
             tokens,
             positions,
             visible,
-            added=self.pathway.scale * per_token,
+            added=F.pad(self.pathway.scale * per_token, (0, 0, 0, tokens.shape[1] - per_token.shape[1])),
             condition=F.silu(condition),
             cache=cache,
             keep=keep,
         )
-        kept = condition[:, : h.shape[1] * condition.shape[1] // tokens.shape[1]]
+        kept = condition[:, : h.shape[1] // r]
         shift, scale = self.pathway.final_modulation(F.silu(kept)).chunk(2, dim=-1)
         return self.head(modulate(h, shift, scale))
 
@@ -338,7 +350,7 @@ class Decoder(nn.Module):
             h = h.repeat_interleave(each, dim=0) + pathway.scale * per_token
             visible: Visible = None
             if isinstance(features.prefix, CleanPrefix):
-                visible = of_first_queries(self.visible(), c.length)
+                visible = self.visible.dense[: c.length]
             layers = range(c.layers - c.latent.code_layers, c.layers)
             h = self.trunk.run_layers(h, features.positions, visible, layers, F.silu(condition), features.prefix)
         return self.trunk.norm(h)

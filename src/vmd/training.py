@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from vmd.attention import tiled
+from vmd.attention import attention_by
 from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import DEAD, code_posterior, diagnose
 from vmd.distributed import (
+    forget_whole_weights,
     full,
     gradients_kept_local,
     highest_of_all,
@@ -61,7 +62,7 @@ class Stopped(RuntimeError):
 
 
 class StopSignals:
-    """Remembers SIGINT and SIGTERM instead of dying of them; a second one has its usual effect."""
+    """Remembers SIGINT and SIGTERM instead of dying of them; in a process alone a second one has its usual effect."""
 
     def __init__(self, active: bool):
         self.received: int | None = None
@@ -74,7 +75,8 @@ class StopSignals:
 
     def receive(self, number: int, frame: Any) -> None:
         self.received = number
-        self.restore()
+        if world_size() == 1:  # torchrun passes on a signal that a process may have got already
+            self.restore()
 
     def restore(self) -> None:
         for number, handler in self.before.items():
@@ -195,6 +197,10 @@ def check_precision(training: TrainingConfig, device: str) -> None:
         training.attention != "tiles" or (training.compile and device == "cuda"),
         f"training.attention=tiles: expected dense on {device} or without training.compile",
     )
+    require(
+        training.attention != "fused" or (training.precision != "float32" and device == "cuda"),
+        f"training.attention=fused: expected dense on {device} or in float32",
+    )
     require(not training.capture or device == "cuda", f"training.capture=true: expected false on {device}: it needs a GPU")
     require(not training.capture or world_size() == 1, "training.capture=true: expected false with several processes")
     shares = world_size() * training.accumulate
@@ -208,11 +214,18 @@ def check_precision(training: TrainingConfig, device: str) -> None:
     )
 
 
-def uses_tiles(training: TrainingConfig, model: ModelConfig, device: str) -> bool:
-    """Skipping what is not seen pays where sequences are longer than a tile."""
-    if training.attention == "auto":
-        return training.compile and device == "cuda" and model.blocks > 1 and model.length >= 128
-    return training.attention == "tiles"
+def attention_way(training: TrainingConfig, model: ModelConfig, device: str) -> str:
+    """How attention is computed. Skipping what is not seen pays where sequences are longer than a tile.
+
+    An ensemble stays with the dense mask, whatever is asked: kernels know nothing of a dimension of models.
+    """
+    if training.attention != "auto":
+        return training.attention
+    if device != "cuda" or model.blocks == 1 or model.length < 64:
+        return "dense"
+    if training.precision != "float32" and model.width // model.heads in KERNEL_HEADS:
+        return "fused"
+    return "tiles" if training.compile else "dense"
 
 
 def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
@@ -229,6 +242,9 @@ def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
         "compile": worth > 1e16,
         "precision": "bf16" if run.model.width >= 128 else "tf32",
     }
+
+
+KERNEL_HEADS = (32, 64, 128)  # sizes of a head that the kernels know
 
 
 class Step:
@@ -321,6 +337,7 @@ def split_member(
     if count == 0:
         return
     dead, source = dead[:count], source[:count]
+    forget_whole_weights(model)
     names = ("code_scale.weight", "code_shift.weight", "code_table.weight", "code.weight", "prior.weight", "prior.bias")
     for name in names:
         kept = parameters.get(f"decoder.pathway.{name}")
@@ -396,7 +413,7 @@ def train(
             log = trim_log(Path(out or ""), first) if leads else []
         if out is not None and leads:
             write_atomically(out / "run.json", json.dumps(to_dict(config), indent=2))
-        stack.enter_context(tiled(model, uses_tiles(training, model.config, device.type)))
+        stack.enter_context(attention_by(model, attention_way(training, model.config, device.type)))
         stop = stack.enter_context(StopSignals(out is not None))
         good = torch.ones((), dtype=torch.bool, device=device)  # read at log lines only: reading waits for the device
         bad_step = torch.zeros((), dtype=torch.long, device=device)
@@ -442,11 +459,13 @@ def train(
                 save_checkpoint(out, done, parameters, average, optimizer, to_dict(config), write=leads)
             on_step(done, record)
             if stopped_by is not None and done < training.steps:
+                wait_for_all()  # torchrun ends the others when one has gone, and the first may still be writing
                 raise Stopped(done, stopped_by)
         if average is not None:
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(average[name])
+        forget_whole_weights(model)
         model.eval()
         if out is not None and isinstance(model, VMD):
             weights_now = {name: full(p) for name, p in parameters.items()}

@@ -10,6 +10,8 @@ from torch import Tensor
 from vmd.config import InvalidInput, require
 from vmd.masking import Rows
 
+ON_DEVICE = 2**31  # tokens up to which an array is kept on the GPU that trains on it
+
 
 class ArrayData:
     """Rows of a token array, shuffled anew every epoch. Which rows a step sees is a function of (seed, step) alone."""
@@ -25,6 +27,7 @@ class ArrayData:
         self.length, self.vocab_size = tokens.shape[1], high + 1
         self.symbols: tuple[str, ...] = ()
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._kept: dict[str, Tensor] = {}  # the tokens on a device
 
     def batch(
         self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
@@ -36,6 +39,11 @@ class ArrayData:
         for epoch in np.unique(positions // count):
             here = positions // count == epoch
             index[here] = self._permutation(int(epoch))[positions[here] % count]
+        if torch.device(device or "cpu").type == "cuda" and self.tokens.size <= ON_DEVICE:
+            if str(device) not in self._kept:
+                small = np.uint8 if self.vocab_size <= 256 else np.int32
+                self._kept = {str(device): torch.from_numpy(self.tokens.astype(small)).to(device)}
+            return self._kept[str(device)][torch.from_numpy(index).to(device)].long()
         return torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64)).to(device)
 
     def _permutation(self, epoch: int) -> np.ndarray:

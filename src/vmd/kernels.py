@@ -1,0 +1,377 @@
+"""Attention over the doubled sequence [xt ; x0] as GPU kernels that know its structure. Needs Triton, which GPU builds of
+torch bring along.
+
+A tile of queries reads its own noisy block and the clean blocks before it, and nothing else: a quarter of what a dense mask
+makes. Rotary positions are turned while tiles are loaded; queries, keys and values stay packed as the projection wrote them;
+the backward pass makes the scores again instead of keeping them (as FlashAttention does: Dao et al. 2022).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+NOTHING = -1e30  # a score that adds nothing; finite, so that rows which have seen nothing yet stay numbers
+
+
+@triton.jit
+def load_turned(base, rows, positions, ok, cos, sin, ROW: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of some rows (n, D / 2), turned by their positions."""
+    columns = tl.arange(0, HALF)
+    at = rows[:, None] * ROW + columns[None, :]
+    first = tl.load(base + at, mask=ok[:, None], other=0.0).to(tl.float32)
+    second = tl.load(base + at + HALF, mask=ok[:, None], other=0.0).to(tl.float32)
+    angle = positions[:, None] * HALF + columns[None, :]
+    c = tl.load(cos + angle, mask=ok[:, None], other=0.0)
+    s = tl.load(sin + angle, mask=ok[:, None], other=0.0)
+    return first * c - second * s, first * s + second * c
+
+
+@triton.jit
+def load_rows(base, rows, ok, ROW: tl.constexpr, D: tl.constexpr):
+    at = rows[:, None] * ROW + tl.arange(0, D)[None, :]
+    return tl.load(base + at, mask=ok[:, None], other=0.0)
+
+
+@triton.jit
+def store_turned_back(base, rows, positions, ok, cos, sin, first, second, ROW: tl.constexpr, HALF: tl.constexpr):
+    columns = tl.arange(0, HALF)
+    angle = positions[:, None] * HALF + columns[None, :]
+    c = tl.load(cos + angle, mask=ok[:, None], other=0.0)
+    s = tl.load(sin + angle, mask=ok[:, None], other=0.0)
+    at = rows[:, None] * ROW + columns[None, :]
+    kind = base.dtype.element_ty
+    tl.store(base + at, (first * c + second * s).to(kind), mask=ok[:, None])
+    tl.store(base + at + HALF, (second * c - first * s).to(kind), mask=ok[:, None])
+
+
+@triton.jit
+def visible(query_block, key_block, same: tl.constexpr, ahead):
+    """Queries of a block see keys of the same block, or of blocks before `query_block + ahead`."""
+    if same:
+        return query_block[:, None] == key_block[None, :]
+    else:
+        return key_block[None, :] < query_block[:, None] + ahead
+
+
+@triton.jit
+def absorb(
+    acc, top, total, q1, q2, query_block, keys, values, cos, sin, first_key, stream, last, ahead, same: tl.constexpr,
+    masked: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys and values, into a running softmax in base 2."""
+    positions = first_key + tl.arange(0, BN)
+    ok = positions < last
+    k1, k2 = load_turned(keys, stream + positions, positions, ok, cos, sin, ROW, D // 2)
+    v = load_rows(values, stream + positions, ok, ROW, D)
+    scores = tl.dot(q1, tl.trans(k1.to(q1.dtype))) + tl.dot(q2, tl.trans(k2.to(q2.dtype)))
+    if masked:
+        seen = visible(query_block, positions // R, same, ahead) & ok[None, :]
+        scores = tl.where(seen, scores, NOTHING_IN_KERNEL)
+    higher = tl.maximum(top, tl.max(scores, 1))
+    p = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(top - higher)
+    acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v)
+    return acc, higher, total * shrink + tl.sum(p, 1)
+
+
+NOTHING_IN_KERNEL: tl.constexpr = tl.constexpr(NOTHING)
+
+
+@triton.jit
+def forward_kernel(
+    qkv, cos, sin, out, lse, length, scale, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr,
+    NOISY_ONLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head of one sequence."""
+    ROW: tl.constexpr = 3 * H * D
+    tiles = tl.cdiv(length, BM)
+    clean = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * BM
+    batch, head = tl.program_id(1) // H, tl.program_id(1) % H
+    base = qkv + batch.to(tl.int64) * (2 * length * ROW) + head * D
+    queries = 1 if NOISY_ONLY else 2
+    positions = first + tl.arange(0, BM)
+    ok = positions < length
+    rows = clean * length + positions
+    q1, q2 = load_turned(base, rows, positions, ok, cos, sin, ROW, D // 2)
+    q1, q2 = (q1 * scale).to(qkv.dtype.element_ty), (q2 * scale).to(qkv.dtype.element_ty)
+    query_block = positions // R
+    acc = tl.zeros([BM, D], tl.float32)
+    top = tl.full([BM], NOTHING_IN_KERNEL, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    first_block, last_block = first // R, (tl.minimum(first + BM, length) - 1) // R
+    keys, values = base + H * D, base + 2 * H * D
+    if clean == 0:  # a noisy block sees itself
+        end = tl.minimum((last_block + 1) * R, length)
+        for key in range(first_block * R, end, BN):
+            acc, top, total = absorb(
+                acc, top, total, q1, q2, query_block, keys, values, cos, sin, key, 0, end, 0, True, True, R, ROW, D, BN
+            )
+    ahead = tl.where(clean == 1, 1, 1 if OWN else 0)  # whether the clean copy of the block itself is seen
+    whole = (first_block + ahead) * R // BN * BN  # every query of the tile sees all keys before
+    end = tl.minimum((last_block + ahead) * R, length)
+    whole = tl.minimum(whole, end // BN * BN)
+    for key in range(0, whole, BN):
+        acc, top, total = absorb(
+            acc,
+            top,
+            total,
+            q1,
+            q2,
+            query_block,
+            keys,
+            values,
+            cos,
+            sin,
+            key,
+            length,
+            end,
+            ahead,
+            False,
+            False,
+            R,
+            ROW,
+            D,
+            BN,
+        )
+    for key in range(whole, end, BN):
+        acc, top, total = absorb(
+            acc, top, total, q1, q2, query_block, keys, values, cos, sin, key, length, end, ahead, False, True, R, ROW, D, BN
+        )
+    acc = acc / total[:, None]
+    out_rows = batch.to(tl.int64) * (queries * length) + rows
+    at = out_rows[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok[:, None])
+    tl.store(lse + tl.program_id(1).to(tl.int64) * (queries * length) + rows, top + tl.log2(total), mask=ok)
+
+
+@triton.jit
+def add_to_dq(
+    dq1, dq2, q1, q2, do, lse, delta, query_block, keys, values, cos, sin, first_key, stream, last, ahead,
+    same: tl.constexpr, masked: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    positions = first_key + tl.arange(0, BN)
+    ok = positions < last
+    k1, k2 = load_turned(keys, stream + positions, positions, ok, cos, sin, ROW, D // 2)
+    k1, k2 = k1.to(q1.dtype), k2.to(q2.dtype)
+    v = load_rows(values, stream + positions, ok, ROW, D)
+    scores = tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))
+    p = tl.exp2(scores - lse[:, None])
+    if masked:
+        seen = visible(query_block, positions // R, same, ahead) & ok[None, :]
+        p = tl.where(seen, p, 0.0)
+    ds = (p * (tl.dot(do, tl.trans(v)) - delta[:, None])).to(q1.dtype)
+    return dq1 + tl.dot(ds, k1), dq2 + tl.dot(ds, k2)
+
+
+@triton.jit
+def query_gradient_kernel(
+    qkv, cos, sin, out, dout, lse, delta, dqkv, length, scale, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    OWN: tl.constexpr, NOISY_ONLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one tile of queries; also writes delta, the sum of out * dout, for the keys' kernel."""
+    ROW: tl.constexpr = 3 * H * D
+    tiles = tl.cdiv(length, BM)
+    clean = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * BM
+    batch, head = tl.program_id(1) // H, tl.program_id(1) % H
+    place = batch.to(tl.int64) * (2 * length * ROW) + head * D
+    base = qkv + place
+    queries = 1 if NOISY_ONLY else 2
+    positions = first + tl.arange(0, BM)
+    ok = positions < length
+    rows = clean * length + positions
+    q1, q2 = load_turned(base, rows, positions, ok, cos, sin, ROW, D // 2)
+    q1, q2 = (q1 * scale).to(qkv.dtype.element_ty), (q2 * scale).to(qkv.dtype.element_ty)
+    out_base = batch.to(tl.int64) * (queries * length * H * D) + head * D
+    do = load_rows(dout + out_base, rows, ok, H * D, D)
+    o = load_rows(out + out_base, rows, ok, H * D, D)
+    my_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    at = tl.program_id(1).to(tl.int64) * (queries * length) + rows
+    tl.store(delta + at, my_delta, mask=ok)
+    my_lse = tl.load(lse + at, mask=ok, other=0.0)
+    query_block = positions // R
+    dq1 = tl.zeros([BM, D // 2], tl.float32)
+    dq2 = tl.zeros([BM, D // 2], tl.float32)
+    first_block, last_block = first // R, (tl.minimum(first + BM, length) - 1) // R
+    keys, values = base + H * D, base + 2 * H * D
+    if clean == 0:
+        end = tl.minimum((last_block + 1) * R, length)
+        for key in range(first_block * R, end, BN):
+            dq1, dq2 = add_to_dq(
+                dq1, dq2, q1, q2, do, my_lse, my_delta, query_block, keys, values, cos, sin, key, 0, end, 0, True, True, R,
+                ROW, D, BN,
+            )  # fmt: skip
+    ahead = tl.where(clean == 1, 1, 1 if OWN else 0)
+    end = tl.minimum((last_block + ahead) * R, length)
+    whole = tl.minimum((first_block + ahead) * R // BN * BN, end // BN * BN)
+    for key in range(0, whole, BN):
+        dq1, dq2 = add_to_dq(
+            dq1, dq2, q1, q2, do, my_lse, my_delta, query_block, keys, values, cos, sin, key, length, end, ahead,
+            False, False, R, ROW, D, BN,
+        )  # fmt: skip
+    for key in range(whole, end, BN):
+        dq1, dq2 = add_to_dq(
+            dq1, dq2, q1, q2, do, my_lse, my_delta, query_block, keys, values, cos, sin, key, length, end, ahead,
+            False, True, R, ROW, D, BN,
+        )  # fmt: skip
+    scale_back = scale / LOG2_E_IN_KERNEL
+    store_turned_back(dqkv + place, rows, positions, ok, cos, sin, dq1 * scale_back, dq2 * scale_back, ROW, D // 2)
+
+
+LOG2_E_IN_KERNEL: tl.constexpr = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def add_to_dkv(
+    dk1, dk2, dv, k1, k2, v, key_block, qkv, dout, lse, delta, cos, sin, first_query, stream, length, ahead, scale,
+    same: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, OUT_ROW: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    positions = first_query + tl.arange(0, BM)
+    ok = positions < length
+    rows = stream + positions
+    q1, q2 = load_turned(qkv, rows, positions, ok, cos, sin, ROW, D // 2)
+    q1, q2 = (q1 * scale).to(k1.dtype), (q2 * scale).to(k2.dtype)
+    do = load_rows(dout, rows, ok, OUT_ROW, D)
+    my_lse = tl.load(lse + rows, mask=ok, other=0.0)
+    my_delta = tl.load(delta + rows, mask=ok, other=0.0)
+    scores = tl.dot(k1, tl.trans(q1)) + tl.dot(k2, tl.trans(q2))  # (keys, queries)
+    seen = tl.trans(visible(positions // R, key_block, same, ahead)) & ok[None, :]
+    p = tl.where(seen, tl.exp2(scores - my_lse[None, :]), 0.0)
+    dv += tl.dot(p.to(do.dtype), do)
+    ds = (p * (tl.dot(v, tl.trans(do)) - my_delta[None, :])).to(q1.dtype)
+    return dk1 + tl.dot(ds, q1), dk2 + tl.dot(ds, q2), dv
+
+
+@triton.jit
+def key_gradient_kernel(
+    qkv, cos, sin, dout, lse, delta, dqkv, length, scale, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    OWN: tl.constexpr, NOISY_ONLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one tile of keys and values."""
+    ROW: tl.constexpr = 3 * H * D
+    OUT_ROW: tl.constexpr = H * D
+    tiles = tl.cdiv(length, BN)
+    clean = tl.program_id(0) // tiles
+    first = tl.program_id(0) % tiles * BN
+    batch, head = tl.program_id(1) // H, tl.program_id(1) % H
+    place = batch.to(tl.int64) * (2 * length * ROW) + head * D
+    base = qkv + place
+    queries = 1 if NOISY_ONLY else 2
+    dout_base = dout + batch.to(tl.int64) * (queries * length * OUT_ROW) + head * D
+    at = tl.program_id(1).to(tl.int64) * (queries * length)
+    lse_base, delta_base = lse + at, delta + at
+    positions = first + tl.arange(0, BN)
+    ok = positions < length
+    rows = clean * length + positions
+    k1, k2 = load_turned(base + H * D, rows, positions, ok, cos, sin, ROW, D // 2)
+    k1, k2 = k1.to(qkv.dtype.element_ty), k2.to(qkv.dtype.element_ty)
+    v = load_rows(base + 2 * H * D, rows, ok, ROW, D)
+    key_block = positions // R
+    dk1 = tl.zeros([BN, D // 2], tl.float32)
+    dk2 = tl.zeros([BN, D // 2], tl.float32)
+    dv = tl.zeros([BN, D], tl.float32)
+    first_block, last_block = first // R, (tl.minimum(first + BN, length) - 1) // R
+    if clean == 0:  # seen by its own noisy block alone
+        for query in range(first_block * R, tl.minimum((last_block + 1) * R, length), BM):
+            dk1, dk2, dv = add_to_dkv(
+                dk1, dk2, dv, k1, k2, v, key_block, base, dout_base, lse_base, delta_base, cos, sin, query, 0, length, 0,
+                scale, True, R, ROW, OUT_ROW, D, BM,
+            )  # fmt: skip
+    else:
+        ahead = 1 if OWN else 0
+        start = (first_block + 1 - ahead) * R
+        for query in range(start, length, BM):
+            dk1, dk2, dv = add_to_dkv(
+                dk1, dk2, dv, k1, k2, v, key_block, base, dout_base, lse_base, delta_base, cos, sin, query, 0, length, ahead,
+                scale, False, R, ROW, OUT_ROW, D, BM,
+            )  # fmt: skip
+        if not NOISY_ONLY:
+            for query in range(first_block * R, length, BM):
+                dk1, dk2, dv = add_to_dkv(
+                    dk1, dk2, dv, k1, k2, v, key_block, base, dout_base, lse_base, delta_base, cos, sin, query, length,
+                    length, 1, scale, False, R, ROW, OUT_ROW, D, BM,
+                )  # fmt: skip
+    unscale = 1 / LOG2_E_IN_KERNEL
+    store_turned_back(dqkv + place + H * D, rows, positions, ok, cos, sin, dk1 * unscale, dk2 * unscale, ROW, D // 2)
+    to = dqkv + place + 2 * H * D + rows[:, None] * ROW + tl.arange(0, D)[None, :]
+    tl.store(to, dv.to(dqkv.dtype.element_ty), mask=ok[:, None])
+
+
+# Queries and keys of a tile, and warps, by kernel and size of a head: the fastest of those that spill no registers.
+TILES = {
+    "forward": {32: (64, 64, 4), 64: (64, 64, 4), 128: (64, 32, 8)},
+    "queries": {32: (64, 64, 4), 64: (64, 32, 4), 128: (64, 32, 8)},
+    "keys": {32: (64, 64, 4), 64: (64, 64, 8), 128: (32, 64, 8)},
+}
+
+
+def tile_sizes(kernel: str, head_dim: int) -> dict[str, int]:
+    return dict(zip(("BM", "BN", "num_warps"), TILES[kernel][head_dim], strict=True))
+
+
+@torch.library.custom_op("vmd::doubled_attention", mutates_args=())
+def doubled_attention(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, block_size: int, own_clean_block: bool, noisy_only: bool
+) -> tuple[Tensor, Tensor]:
+    """Packed projections (B, 2L, 3 H D) and the rotary table (L, D / 2) -> (B, 2L or L, H D), and what backward needs."""
+    batch, both, width = qkv.shape
+    length, head_dim = both // 2, width // (3 * heads)
+    queries = length if noisy_only else both
+    out = qkv.new_empty(batch, queries, heads * head_dim)
+    lse = torch.empty(batch * heads, queries, device=qkv.device, dtype=torch.float32)
+    sizes = tile_sizes("forward", head_dim)
+    tiles = triton.cdiv(length, sizes["BM"]) * (1 if noisy_only else 2)
+    forward_kernel[(tiles, batch * heads)](
+        qkv.contiguous(), cos, sin, out, lse, length, head_dim**-0.5 * LOG2_E,
+        H=heads, D=head_dim, R=block_size, OWN=own_clean_block, NOISY_ONLY=noisy_only, **sizes,
+    )  # fmt: skip
+    return out, lse
+
+
+@doubled_attention.register_fake
+def _(qkv, cos, sin, heads, block_size, own_clean_block, noisy_only):
+    batch, both, width = qkv.shape
+    queries = both // 2 if noisy_only else both
+    return qkv.new_empty(batch, queries, width // 3), qkv.new_empty(batch * heads, queries, dtype=torch.float32)
+
+
+@torch.library.custom_op("vmd::doubled_attention_backward", mutates_args=())
+def doubled_attention_backward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, out: Tensor, dout: Tensor, lse: Tensor, heads: int, block_size: int,
+    own_clean_block: bool, noisy_only: bool,
+) -> Tensor:  # fmt: skip
+    batch, both, width = qkv.shape
+    length, head_dim = both // 2, width // (3 * heads)
+    dqkv = torch.zeros_like(qkv) if noisy_only else torch.empty_like(qkv)  # the clean queries were not asked
+    delta = torch.empty_like(lse)
+    same = {"H": heads, "D": head_dim, "R": block_size, "OWN": own_clean_block, "NOISY_ONLY": noisy_only}
+    scale = head_dim**-0.5 * LOG2_E
+    sizes = tile_sizes("queries", head_dim)
+    grid = (triton.cdiv(length, sizes["BM"]) * (1 if noisy_only else 2), batch * heads)
+    query_gradient_kernel[grid](qkv, cos, sin, out, dout, lse, delta, dqkv, length, scale, **same, **sizes)
+    sizes = tile_sizes("keys", head_dim)
+    grid = (2 * triton.cdiv(length, sizes["BN"]), batch * heads)
+    key_gradient_kernel[grid](qkv, cos, sin, dout, lse, delta, dqkv, length, scale, **same, **sizes)
+    return dqkv
+
+
+@doubled_attention_backward.register_fake
+def _(qkv, cos, sin, out, dout, lse, heads, block_size, own_clean_block, noisy_only):
+    return torch.empty_like(qkv)
+
+
+def keep_for_backward(ctx, inputs, output) -> None:
+    qkv, cos, sin, *ctx.settings = inputs
+    ctx.save_for_backward(qkv, cos, sin, *output)
+
+
+def backward(ctx, dout: Tensor, _):
+    qkv, cos, sin, out, lse = ctx.saved_tensors
+    dqkv = doubled_attention_backward(qkv, cos, sin, out, dout.contiguous(), lse, *ctx.settings)
+    return dqkv, None, None, None, None, None, None
+
+
+doubled_attention.register_autograd(backward, setup_context=keep_for_backward)
