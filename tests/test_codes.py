@@ -19,6 +19,7 @@ from helpers import (
     tiny_config,
     tiny_model,
 )
+from vmd import training
 from vmd.config import ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import deterministic
 from vmd.diagnostics import diagnose
@@ -27,7 +28,7 @@ from vmd.likelihood import all_orders, enumerate_orders, exact_nll, nll_bound
 from vmd.masking import apply_mask, draw_masks, draw_steps
 from vmd.metrics import kl_to
 from vmd.model import VMD
-from vmd.training import Batch, split_dead_codes, train
+from vmd.training import Batch, split_codes, train
 
 V, K = 3, 4
 all_codes = pytest.mark.parametrize("z_config", CODES.values(), ids=CODES)
@@ -323,18 +324,18 @@ def test_codes_learn_pairs_in_one_step_and_the_loss_of_one_step_never_falls_belo
 
 def with_a_shared_code(head: str) -> VMD:
     """A model trained on little, whose codes but two have been killed."""
-    model = strong_model(4, 2, 5, codes(8, head=head))
+    model = strong_model(4, 2, 5, codes(32, head=head))
     with torch.no_grad():
         model.decoder.pathway.prior.bias[2:] = -60.0
     return model
 
 
 @pytest.mark.parametrize("head", ["bilinear", "additive"])
-def test_a_split_gives_dead_codes_a_share_and_changes_little(head):
+def test_a_split_gives_spare_codes_a_share_and_changes_little(head):
     model, x0 = with_a_shared_code(head), random_tokens(64, 4)
     batch = Batch(x0, draw_masks(x0, 2), None)
     before, used = nll_bound(model, x0, 1), diagnose(model, x0).active
-    split_dead_codes(model, batch, torch.Generator().manual_seed(0))
+    split_codes(model, batch, torch.Generator().manual_seed(0))
     after = nll_bound(model, x0, 1)
     assert diagnose(model, x0).active == 2 * used
     assert float((after - before).abs().mean()) < 0.1 * float(before.std() + 1)
@@ -344,12 +345,36 @@ def test_a_split_of_an_ensemble_is_a_split_of_each_member():
     models, x0 = [with_a_shared_code("bilinear") for _ in range(2)], random_tokens(32, 4)
     ensemble = Ensemble(models)
     batch = Batch(x0.expand(2, -1, -1), None, None)
-    split_dead_codes(ensemble, batch, torch.Generator().manual_seed(0))
+    split_codes(ensemble, batch, torch.Generator().manual_seed(0))
     assert [diagnose(member, x0).active for member in ensemble.models()] == [4, 4]
 
 
-def test_codes_are_left_alone_where_none_is_dead():
+@pytest.mark.parametrize("why", ["none is spare", "none is costly"])
+def test_codes_are_left_alone_where_a_split_does_not_pay(why, monkeypatch):
     model, x0 = tiny_model(4, 2, z=codes()), random_tokens(32, 4)
+    posterior = torch.eye(4).repeat(16, 1) if why == "none is spare" else torch.tensor([[1.0, 0, 0, 0]]).repeat(64, 1)
+    likelihood = torch.full((64, 4), -3.0 if why == "none is spare" else -0.01)
+    monkeypatch.setattr(training, "code_posterior", lambda *_: (posterior, None, likelihood))
     before = {name: p.clone() for name, p in model.named_parameters()}
-    split_dead_codes(model, Batch(x0, None, None), torch.Generator().manual_seed(0))
+    split_codes(model, Batch(x0, None, None), torch.Generator().manual_seed(0))
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_of_several_codes_for_one_mode_one_goes_where_two_modes_share():
+    """No code is unused, so that only a spare one can help: 7 codes for two modes, one for the other two."""
+    model = strong_model(2, 2, 4, codes(16))
+    modes = torch.tensor([[0, 0], [1, 1], [2, 2], [3, 3]])
+    posterior = torch.zeros(4, 16)
+    posterior[0, :7] = posterior[1, 7:14] = 1 / 7
+    posterior[2:, 14], posterior[3, 14:] = 1.0, torch.tensor([0.9, 0.1])
+    likelihood = torch.zeros(4, 16)
+    likelihood[2:, 14] = -2 * math.log(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "code_posterior", lambda *_: (posterior, None, likelihood))
+        before = model.decoder.pathway.code_scale.weight.detach().clone()
+        split_codes(model, Batch(modes, None, None), torch.Generator().manual_seed(0))
+    changed = (model.decoder.pathway.code_scale.weight != before).any(1).nonzero().flatten().tolist()
+    assert len(changed) == 1
+    assert changed[0] not in (14,)
+    bias = model.decoder.pathway.prior.bias.detach()
+    assert float(bias[changed[0]]) == float(bias[14])

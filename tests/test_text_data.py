@@ -370,6 +370,13 @@ def test_every_file_of_a_folder_is_a_document(written, length):
         assert [data.tokenizer.decode(data.row(i)) for i in range(len(data))] == expected
 
 
+def test_empty_files_are_no_documents(tmp_path):
+    for name, text in (("1", ""), ("2", ""), ("3", "a"), ("4", "b")):
+        saved(tmp_path / "texts" / name, text)
+    out = prepare_text(tmp_path / "texts", "byte", tmp_path / "out", documents=True, split=(0.5, 0, 0.5))
+    assert [bytes(shard(out, split)) for split in SPLITS] == [b"a", b"", b"b"]
+
+
 def test_the_same_text_is_not_prepared_twice(tmp_path):
     source, told = saved(tmp_path / "a.txt", mixed(500)), []
 

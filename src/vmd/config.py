@@ -223,7 +223,7 @@ class TrainingConfig:
     compile: bool = False
     attention: Literal["auto", "dense", "tiles", "fused"] = "auto"  # of several blocks; tiles are FlexAttention's
     capture: bool = False  # record the whole step as one CUDA graph and replay it: small models no longer wait for launches
-    # Codes nobody uses take over half of the costliest ones, in the first three quarters of a run; 0: never.
+    # Codes that are hardly missed take over half of the costliest ones, in the first three quarters of a run; 0: never.
     split_codes_every: int = 100
     accumulate: int = 1  # parts into which a process's share of the batch is cut, to fit memory; their gradients add up
     parallel: Literal["ddp", "fsdp"] = "ddp"  # of several processes: each has all weights, or a share of each weight

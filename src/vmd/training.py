@@ -24,7 +24,7 @@ from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_check
 from vmd.config import InvalidInput, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset
 from vmd.data.arrays import parse_positions
-from vmd.diagnostics import DEAD, code_posterior, diagnose
+from vmd.diagnostics import code_posterior, diagnose
 from vmd.distributed import (
     forget_whole_weights,
     full,
@@ -309,11 +309,11 @@ class Step:
 
 
 @torch.no_grad()
-def split_dead_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Generator, fixed: Tensor | None = None) -> None:
-    """Let each unused code take over half of a costly one: a copy with a little noise, and half of its prior.
+def split_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Generator, fixed: Tensor | None = None) -> None:
+    """Let codes that are hardly missed take over half of costly ones: a copy with a little noise, and half of the prior.
 
-    Two modes of the data that share a code stay together for ever, because a code with no share of the data has no gradient
-    towards them. A split changes next to nothing at first; then the halves grow apart. Every process splits the same codes.
+    Two modes of the data that share a code stay together for ever, because a code that is unused, or one of several for
+    another mode, has no gradient towards them. After a split the halves grow apart. Every process splits the same codes.
     """
     if isinstance(model, Ensemble):
         for index in range(len(model)):
@@ -330,13 +330,15 @@ def split_member(
     posterior, _, log_likelihood = code_posterior(model, shown, fixed)  # (blocks of all rows, K)
     usage = mean_of_all(posterior.mean(0))
     cost = mean_of_all(-(posterior * log_likelihood).mean(0))  # nats per block that each code leaves to its tokens
-    dead = (usage < DEAD / len(usage)).nonzero().flatten()
-    costly = (cost / usage.clamp(min=1e-9) > 0.1) & (usage >= DEAD / len(usage))
-    source = cost.masked_fill(~costly, 0).argsort(descending=True)[: int(costly.sum())]
-    count = min(len(dead), len(source))
-    if count == 0:
+    worth = mean_of_all(
+        -torch.log1p(-posterior.clamp(max=1 - 1e-6)).mean(0)
+    )  # nats that the data would cost more without it
+    few = max(1, len(usage) // 16)  # at a time: the others must keep up
+    source, spare = cost.argsort(descending=True)[:few], worth.argsort()[:few]
+    pays = (worth[spare] < 0.5 * cost[source]) & (cost[source] > 0.1 * usage[source]) & ~torch.isin(spare, source)
+    if not bool(pays.any()):
         return
-    dead, source = dead[:count], source[:count]
+    source, spare = source[pays], spare[pays]
     forget_whole_weights(model)
     names = ("code_scale.weight", "code_shift.weight", "code_table.weight", "code.weight", "prior.weight", "prior.bias")
     for name in names:
@@ -346,10 +348,10 @@ def split_member(
         rows = full(kept).clone()
         if name == "prior.bias":
             rows[source] -= math.log(2)
-        rows[dead] = rows[source]
+        rows[spare] = rows[source]
         if not name.startswith("prior"):
             noise = torch.randn(rows[source].shape, generator=generator, device=rows.device)
-            rows[dead] += 0.1 * rows[source].std(-1, keepdim=True) * noise
+            rows[spare] += 0.3 * rows[source].std(-1, keepdim=True) * noise
         kept.copy_(take_shard(rows, kept))
 
 
@@ -427,7 +429,7 @@ def train(
             bad_step = torch.where(good & ~finite, step, bad_step)
             good = good & finite
             if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * training.steps:
-                split_dead_codes(model, batch, generator, fixed)
+                split_codes(model, batch, generator, fixed)
             done, record = step + 1, None
             stopped_by = stop.received  # read once: a signal that comes later in this step waits for the next
             if world_size() > 1:  # all processes must stop after the same step

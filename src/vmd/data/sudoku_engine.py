@@ -214,7 +214,7 @@ def search(board, puzzle, barred_cell, barred_digit, found, limit):
 
 def solve(puzzle: np.ndarray, limit: int = 2) -> np.ndarray:
     """(k, cells): all solutions if there are fewer than `limit`, else the first `limit` that the search meets."""
-    puzzle = np.ascontiguousarray(puzzle, dtype=np.uint8)
+    puzzle = np.array(puzzle, dtype=np.uint8)  # a copy: numba compiles anew for arrays that cannot be written
     found = np.zeros((limit, len(puzzle)), dtype=np.uint8)
     return found[: search(BOARDS[len(puzzle)], puzzle, -1, 0, found, limit)]
 
@@ -275,7 +275,7 @@ def remove_clues(board, state, puzzle, most):
     count = 1
     for i in range(cells):
         cell = order[i]
-        digit = int(puzzle[cell])
+        digit = np.int64(puzzle[cell])
         puzzle[cell] = 0
         more = search(board, puzzle, cell, digit, none, most - count + 1)  # the old ones all have this digit here
         if count + more <= most:
@@ -518,7 +518,7 @@ class Grade(NamedTuple):
 
 def grade(puzzle: np.ndarray) -> Grade:
     """What the seven strategies make of a puzzle that has one solution. The last of them takes that for granted."""
-    puzzle = np.ascontiguousarray(puzzle, dtype=np.uint8)
+    puzzle = np.array(puzzle, dtype=np.uint8)  # a copy: numba compiles anew for arrays that cannot be written
     board, candidates = BOARDS[len(puzzle)], np.empty(len(puzzle), dtype=np.int64)
     hardest = int(apply_strategies(board, puzzle, candidates))
     grid = np.where(COUNT[candidates] == 1, DIGITS_OF[candidates, 0], 0)
@@ -564,7 +564,7 @@ def invariant(grid: np.ndarray) -> int:
     Relabelling the digits conjugates the permutations, other moves of the columns leave them as they are, and swapping two
     rows inverts one: the cycle types stay, in another order. Different grids may share it.
     """
-    grid = np.ascontiguousarray(grid, dtype=np.uint8)
+    grid = np.array(grid, dtype=np.uint8)
     board = BOARDS[len(grid)]
     types = np.empty((2, board.box, board.box * (board.box - 1) // 2), dtype=np.int64)
     cycle_types(board, grid, types)
