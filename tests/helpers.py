@@ -150,11 +150,8 @@ class LawOracle:
     def latent_shape(self, batch: int):
         return None
 
-    def predictor(self, batch: int, *, cached: bool = True, recorded: bool = False):
+    def predictor(self, batch: int, *, cached: bool = True):
         return self
-
-    def prepare(self, block: int):
-        return None
 
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
         self.calls.append(block)

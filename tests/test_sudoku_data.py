@@ -158,6 +158,37 @@ def test_puzzles_without_solutions_have_none():
     assert len(engine.solve(puzzle)) == 0
 
 
+def propagated(candidates: np.ndarray, *settled: str) -> bool:
+    queue = np.zeros(162, dtype=np.int64)
+    queue[: len(settled)] = [place(name) for name in settled]
+    return bool(engine.propagate(engine.BOARD9, candidates, queue, len(settled)))
+
+
+def test_propagation_settles_naked_and_hidden_singles():
+    position = one_place_left()  # a hidden single
+    position[place("r9c9")] = mask_of("56")
+    position[place("r9c8")] = mask_of("5")  # it leaves 6 in r9c9
+    assert propagated(position, "r9c8")
+    assert [int(position[place(name)]) for name in ("r1c1", "r9c9", "r9c8")] == [mask_of("1"), mask_of("6"), mask_of("5")]
+    assert not any(position[engine.BOARD9.peers[place("r9c9")]] & mask_of("6"))
+
+
+@pytest.mark.parametrize(
+    "digits_by_cell",
+    [{"r1c1": "5", "r1c9": "5"}, dict.fromkeys([f"r1c{column}" for column in range(1, 10)], "12345678")],
+    ids=["a cell without a digit", "a digit without a cell"],
+)
+def test_propagation_sees_contradictions(digits_by_cell):
+    settled = [name for name, kept in digits_by_cell.items() if len(kept) == 1]
+    assert not propagated(blank_position(**digits_by_cell), *settled)
+
+
+def test_propagation_sees_two_digits_in_need_of_one_cell():
+    position = blank_position()
+    position[engine.BOARD9.units[0][1:]] &= ~mask_of("12")
+    assert not propagated(position)
+
+
 def test_a_search_stops_at_its_limit():
     found = engine.solve(np.zeros(81, dtype=np.uint8), limit=7)
     assert len({text(grid) for grid in found}) == 7
@@ -191,6 +222,14 @@ def test_puzzles_have_as_many_solutions_as_wanted(low, high):
         assert len(found) == counts[-1] or (counts[-1] == 0 and len(found) < low)
         assert counts[-1] == 0 or low <= counts[-1] <= high
     assert any(counts)
+
+
+def test_few_solutions_are_as_welcome_as_many():
+    state, puzzle, counts = engine.random_state(6), np.zeros(16, dtype=np.uint8), []
+    for _ in range(200):
+        engine.random_grid(engine.BOARD4, state, puzzle)
+        counts.append(engine.random_puzzle(engine.BOARD4, state, 2, 50, puzzle))
+    assert 0.35 < np.mean(np.array(counts) <= 25) < 0.75
 
 
 def test_small_minimal_puzzles_are_minimal_too():
@@ -355,6 +394,11 @@ def test_a_settled_corner_is_no_unique_rectangle():
     assert (position == before).all()
 
 
+def test_a_pair_beside_a_settled_cell_is_no_triplet():
+    position = blank_position(r1c1="12", r1c5="12", r1c9="3")
+    assert not engine.apply_strategy(engine.BOARD9, 3, position, np.zeros(81, dtype=bool))
+
+
 def test_rectangles_in_four_boxes_or_one_are_left_alone():
     for corners in (("r1c1", "r1c4", "r4c1"), ("r1c1", "r1c2", "r2c1")):
         position = blank_position(**dict.fromkeys(corners, "12"))
@@ -508,6 +552,11 @@ def test_the_files_are_the_same_with_two_workers(made, tmp_path, monkeypatch):
     for name in ("train.sudoku", "test.sudoku"):
         assert (one / name).read_bytes() == (two / name).read_bytes()
         assert (one / name).read_bytes() != (tmp_path / "other" / name).read_bytes()
+
+
+def test_units_of_work_differ():
+    units = [sudoku.Unit(*numbers, 1, "any") for numbers in ((1, False, 0), (1, False, 1), (2, False, 0))]
+    assert len({text(sudoku.draw_unit(unit).puzzle[0]) for unit in units}) == 3
 
 
 @pytest.mark.parametrize("kind", ["logic", "hard", "multi"])

@@ -18,7 +18,8 @@ RULES = ("argmax", "sample")
 
 
 class BlockPredictor(Protocol):
-    def prepare(self, block: int) -> tuple | None: ...
+    """Answers for a batch. One that has `prepare(block)` is told of every step before it comes (`vmd.model.Predictor`)."""
+
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor: ...
     def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None: ...
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int: ...
@@ -30,7 +31,7 @@ class Sampleable(Protocol):
     config: ModelConfig
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None: ...
-    def predictor(self, batch: int, *, cached: bool = True, recorded: bool = False) -> BlockPredictor: ...
+    def predictor(self, batch: int, *, cached: bool = True) -> BlockPredictor: ...
 
 
 class Step(NamedTuple):
@@ -216,7 +217,9 @@ class Desk:
 
     def __init__(self, model: Sampleable, rows: int, *, cache: bool = True, record: bool = False, device=None):
         config = model.config
-        self.predictor = model.predictor(rows, cached=cache, recorded=record)
+        options = {"recorded": True} if record else {}
+        self.predictor = model.predictor(rows, cached=cache, **options)
+        self.prepare = getattr(self.predictor, "prepare", lambda block: None)
         self.canvas = torch.zeros(rows, config.length, dtype=torch.long, device=device)
         shape = model.latent_shape(rows)
         self.latents = None if shape is None else torch.zeros(shape, device=device)
@@ -239,7 +242,7 @@ class Desk:
 
     def step(self, block: int, how: Rule, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """One evaluation: what it revealed, the scores of positions, and what was masked before."""
-        kind = self.predictor.prepare(block)
+        kind = self.prepare(block)
         if not self.record or kind is None:
             return self.take(block, how, inputs)
         key = (kind, how, *(x is None for x in inputs))

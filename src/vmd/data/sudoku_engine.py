@@ -436,7 +436,7 @@ def xy_wing(board, candidates):
                 other = board.peers[pivot, j]
                 z = candidates[one] & candidates[other]
                 wing = candidates[one] ^ candidates[other] == candidates[pivot]
-                if COUNT[candidates[other]] == 2 and COUNT[z] == 1 and wing:
+                if COUNT[z] == 1 and wing:  # then the other has two candidates, too
                     for cell in range(candidates.shape[0]):
                         if board.sees[one, cell] and board.sees[other, cell] and strike(candidates, cell, z):
                             changed = True
