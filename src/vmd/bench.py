@@ -18,6 +18,7 @@ from vmd.model import VMD
 from vmd.sampling import check_settings
 from vmd.training import train
 
+SYMBOLS = 27  # different tokens, where a preset takes them from its data
 NAIVE_TRAINING = "eager, dense mask over the doubled sequence, same precision"
 NAIVE_SAMPLING = "eager, no cache: the whole doubled sequence at every step"
 
@@ -192,8 +193,8 @@ def cases_of(what: str, run: RunConfig, batches: list[int], steps: list[int], fi
         elif field:
             own = override_all(run, [f"{field}={value}"])
         model = own.model
-        require(model.length > 0 and model.vocab_size > 0, "model.length and model.vocab_size: give them by --set")
-        own = replace(own, model=model.resolved(model.length, model.vocab_size))
+        require(model.length > 0, "model.length: give it by --set")
+        own = replace(own, model=model.resolved(model.length, model.vocab_size or SYMBOLS))
         own.objective.check(own.model)
         if what == "train":
             cases.append(Case(value, own, own.training.batch_size, 0))

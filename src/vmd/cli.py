@@ -1,10 +1,13 @@
 """The `vmd` command. Nothing here imports torch until a command needs it."""
 
+import itertools
 import json
 import math
 import os
 import shlex
 import sys
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,7 +88,12 @@ def reproduce(
 @app.command()
 def train(
     preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`); array is for your own data.")] = "array",
-    data: Annotated[str | None, typer.Option(help="A named data set or an .npy array of integers (rows, length).")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="A named data set, an .npy array of integers (rows, length), a text file or folder.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of text: char, byte, or the path of a `tokenizers` JSON file. [default: char]")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/PRESET]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
@@ -104,7 +112,9 @@ def train(
     run = override_all(presets.preset(preset), settings or [])
     if data is not None:
         run = replace(run, data=replace(run.data, name=data))
-    require(bool(run.data.name), f"preset {preset!r} has no data of its own: give it with --data FILE.npy")
+    if tokenizer is not None:
+        run = replace(run, data=replace(run.data, tokenizer=tokenizer))
+    require(bool(run.data.name), f"preset {preset!r} has no data of its own: give it with --data")
     folder = out or Path("runs") / preset
     started_before = (folder / "run.json").exists()
     held = [path.name for path in run_files(folder) if path.exists()]
@@ -116,11 +126,41 @@ def train(
     train_run(run, folder, resume, pick_device(device), chosen=None if plain else chosen, tensorboard=tensorboard)
 
 
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def open_data(run: RunConfig, split: str) -> Any:
+    """The data of a run; text that is not prepared yet is, with a bar of its own."""
+    from vmd.data import load_data
+    from vmd.progress import progress_bar
+
+    about, started = run.data, time.perf_counter()
+    with ExitStack() as stack:
+        shown: list[Any] = []
+
+        def on_progress(done: int, total: int) -> None:
+            if not shown and time.perf_counter() - started < 1:
+                return  # not worth a bar
+            if not shown:
+                shown.append(stack.enter_context(progress_bar(f"preparing {about.name}, percent", 100)))
+            shown[0](100 * done // total, "")
+
+        return load_data(
+            about.name,
+            run.training.seed,
+            length=run.model.length,
+            tokenizer=about.tokenizer,
+            documents=about.documents,
+            split=split,
+            on_progress=on_progress,
+        )
+
+
 def run_files(folder: Path) -> list[Path]:
     """What a run writes, and what a new run in the same folder would replace."""
     from vmd.checkpoints import checkpoint_files
 
-    names = ("run.json", "metrics.jsonl", "config.json", "model.safetensors")
+    names = ("run.json", "metrics.jsonl", "config.json", "model.safetensors", TOKENIZER_FILE)
     return [*(folder / name for name in names), *checkpoint_files(folder)]
 
 
@@ -128,22 +168,24 @@ def train_run(
     run: RunConfig, folder: Path, resume: bool, device: str, *, chosen: set[str] | None, tensorboard: bool
 ) -> None:
     """`chosen`: the fields that the user set, which are left alone; None: all are."""
-    from contextlib import ExitStack
     from dataclasses import replace
 
     from vmd.boards import Board
-    from vmd.data import load_data
+    from vmd.data import TextData
     from vmd.data.arrays import parse_positions
     from vmd.diagnostics import advice
-    from vmd.distributed import rank, wait_for_all, world_size
+    from vmd.distributed import one_after_the_first, rank, wait_for_all, world_size
     from vmd.evaluation import diagnose_model
-    from vmd.files import claimed, make_folder
+    from vmd.files import claimed, make_folder, write_atomically
     from vmd.model import VMD
     from vmd.progress import progress_bar
     from vmd.training import check_precision, fast_settings, train
 
-    data = load_data(run.data.name, seed=run.training.seed)
-    run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
+    with one_after_the_first():  # who prepares the data for all
+        data = open_data(run, "train")
+    run = replace(
+        run, model=run.model.resolved(data.length, data.vocab_size, data.symbols if data.vocab_size <= 1024 else ())
+    )
     parse_positions(run.data.fixed, data.length)
     if chosen is not None:
         fast = {name: v for name, v in fast_settings(run, device).items() if f"training.{name}" not in chosen}
@@ -157,6 +199,8 @@ def train_run(
         with claimed(folder):  # not under the feet of another run
             for old in run_files(folder):
                 old.unlink(missing_ok=True)
+        if isinstance(data, TextData):
+            write_atomically(folder / TOKENIZER_FILE, json.dumps(data.tokenizer.to_dict()))
     wait_for_all()
     started = False
     with ExitStack() as stack:
@@ -199,7 +243,10 @@ def sample(
     temperature: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     z: Annotated[str, typer.Option(help="once per block, or fresh for every step.")] = "once",
-    prompt: Annotated[str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'; of text, how it begins.")
+    ] = None,
+    infill: Annotated[str | None, typer.Option(help="Text with _ for each gap, as in 'the ____ of science'.")] = None,
     seed: Annotated[int, typer.Option(help="Sample i depends on the seed and i alone.")] = 0,
     cache: Annotated[bool, typer.Option(help="Keep keys and values of finished blocks.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Show every step of the first sample.")] = False,
@@ -223,7 +270,8 @@ def sample(
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
     if prompt is None and trained_fixed(Path(model)):
         say(f"note: this model was trained with positions {trained_fixed(Path(model))} given; use --prompt to give them")
-    row = [-1] * config.length if prompt is None else parse_prompt(prompt, config.length, config.vocab_size, config.symbols)
+    tokenizer = model_tokenizer(Path(model))
+    row = prompt_row(prompt, infill, config, tokenizer)
     if out is not None:
         check_array_path(out)
     mine = my_share(n)
@@ -245,9 +293,9 @@ def sample(
     if out is not None:
         write_array(out, everything)
     for step in drawn.trace:
-        say(f"block {step.block} step {step.step}: {show(step.canvas[0].tolist(), config.symbols, config.vocab_size)}")
+        say(f"block {step.block} step {step.step}: {show(step.canvas[0].tolist(), config, tokenizer)}")
     for tokens in everything.tolist():
-        print(show(tokens, config.symbols, config.vocab_size))
+        print(show(tokens, config, tokenizer))
     say(
         f"n {n}, rule {rule}, order {order}, {steps} step{'s' if steps > 1 else ''} per block, NFE {drawn.nfe}"
         + (f", {drawn.cache_passes} passes to fill the cache" if drawn.cache_passes else "")
@@ -258,7 +306,7 @@ def sample(
 @app.command()
 def evaluate(
     model: Model,
-    data: Annotated[str, typer.Option(help="A named data set or an .npy array of integers.")],
+    data: Annotated[str, typer.Option(help="A named data set, an .npy array of integers, or a text file or folder.")],
     steps: Annotated[str, typer.Option(help="Steps per block, as in 1,2.")] = "1",
     order: Annotated[str, typer.Option(help="Of samples: random, prob, margin or entropy. Bounds are for random.")] = "prob",
     z: Annotated[
@@ -267,6 +315,9 @@ def evaluate(
     iwae: Annotated[str, typer.Option(help="Samples of z in the bounds of a Gaussian latent, as in 1,16.")] = "1,16",
     n: Annotated[int, typer.Option("-n", "--n", help="Samples drawn of data whose law is known.")] = 20_000,
     rows: Annotated[int, typer.Option(help="Rows scored.")] = 2_000,
+    split: Annotated[
+        str | None, typer.Option(help="Of text: all, train, validation or test. [default: test of what it was trained on]")
+    ] = None,
     fixed: Annotated[
         str | None, typer.Option(help="Positions always given, as in 0:4. [default: as in the model's training]")
     ] = None,
@@ -279,7 +330,6 @@ def evaluate(
 ) -> None:
     """Score a model: certified bits per token for each number of steps, the objective, what the latent carries, and, where
     the law of the data is known, accuracy and KL of samples."""
-    from vmd.data import load_data
     from vmd.data.synthetic import Law
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
@@ -308,7 +358,7 @@ def evaluate(
         require(not plot.is_dir(), f"--plot {plot}: expected a file, found a folder")
         pyplot()
     loaded = VMD.from_pretrained(model, device=pick_device(device))
-    loaded_data = load_data(data)
+    loaded_data = data_to_score(Path(model), loaded, data, split)
     if fixed is None:
         fixed = trained_fixed(Path(model))
         if fixed:
@@ -360,6 +410,41 @@ def evaluate(
         say(f"picture: {plot}")
 
 
+def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any:
+    """A law, an array, or text in the model's own tokens: all of it, or a split of what the model was trained on."""
+    from vmd.data import ArrayData, is_text, load_data
+    from vmd.data.text import SPLITS, text_rows
+
+    tokenizer = model_tokenizer(folder)
+    if tokenizer is None or not is_text(name):
+        require(split is None, f"--split {split}: expected with a text and a model of text")
+        return load_data(name, length=model.config.length)
+    trained = saved_data(folder)
+    split = split or ("test" if trained.get("name") == name else "all")
+    require_choice("--split", split, ("all", *SPLITS))
+    if split == "all":
+        return ArrayData(text_rows(name, tokenizer, model.config.length), name)
+    found: Any = load_data(
+        name,
+        length=model.config.length,
+        split=split,
+        tokenizer=str(trained.get("tokenizer") or ""),
+        documents=bool(trained.get("documents")),
+    )
+    same_ids = found.tokenizer.to_dict() == tokenizer.to_dict()
+    require(same_ids, f"{name}: prepared with another tokenizer than the model's: expected --split all")
+    return found
+
+
+def model_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model of text, None for others."""
+    from vmd.data.text import tokenizer_from_dict
+    from vmd.files import read_json
+
+    path = folder / TOKENIZER_FILE
+    return tokenizer_from_dict(read_json(path), str(path)) if path.is_file() else None
+
+
 def parse_counts(option: str, text: str) -> list[int]:
     counts = []
     for part in text.split(","):
@@ -370,13 +455,18 @@ def parse_counts(option: str, text: str) -> list[int]:
 
 def trained_fixed(folder: Path) -> str:
     """The positions that were always given when the model was trained, if its run says so."""
+    found = saved_data(folder).get("fixed")
+    return found if isinstance(found, str) else ""
+
+
+def saved_data(folder: Path) -> dict:
+    """The data section of the run that made a model, if it is there."""
     from vmd.files import read_json
 
     path = folder / "run.json"
     run = read_json(path) if path.is_file() else {}
     data = run.get("data") if isinstance(run, dict) else None
-    found = data.get("fixed") if isinstance(data, dict) else None
-    return found if isinstance(found, str) else ""
+    return data if isinstance(data, dict) else {}
 
 
 @app.command()
@@ -440,6 +530,34 @@ def read_log(run: Path) -> list[dict]:
             records.append(record)
     require(bool(records), f"{path}: no log lines in it: expected the log of `vmd train`")
     return records
+
+
+@app.command()
+def data(
+    what: Annotated[str, typer.Argument(help="sudoku.")],
+    train: Annotated[int, typer.Option(help="Puzzles to train on.")] = 1_800_000,
+    test: Annotated[
+        int, typer.Option(help="Puzzles to test on; none has a training solution, not even up to symmetry.")
+    ] = 100_000,
+    kind: Annotated[
+        str, typer.Option(help="logic: solved by seven strategies; hard: not; any: either; multi: 2 to 50 solutions.")
+    ] = "logic",
+    seed: Annotated[int, typer.Option(help="The files depend on sizes, kind and seed alone.")] = 0,
+    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("data/sudoku"),
+    workers: Annotated[int, typer.Option(help="Processes. [default: one for each core]")] = 0,
+) -> None:
+    """Make Sudoku puzzles with their solutions, 24 bytes each: OUT/train.sudoku and OUT/test.sudoku."""
+    from vmd.data.sudoku import make_puzzles
+    from vmd.data.sudoku_engine import COMPILED
+    from vmd.progress import progress_bar
+
+    require_choice("WHAT", what, ("sudoku",))
+    if not COMPILED:
+        say("note: numba is not installed, which makes this some 200 times slower: pip install 'vmd[sudoku]'")
+    with progress_bar(f"vmd data {what}", train + test) as update:
+        made = make_puzzles(train, test, kind, seed, out, workers, update)
+    shown = f"{made['train']:,} to train, {made['test']:,} to test, kind {kind}, seed {seed}, {made['seconds']:.0f} s"
+    say(f"{out}: {shown}")
 
 
 @app.command()
@@ -581,8 +699,28 @@ def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ..
     return row
 
 
-def show(tokens: list[int], symbols: tuple[str, ...], mask_id: int) -> str:
-    return " ".join("_" if t == mask_id else symbols[t] if symbols else str(t) for t in tokens)
+def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any) -> list[int]:
+    """Token ids with -1 for what the model is to write."""
+    require(prompt is None or infill is None, "--prompt and --infill: expected one of the two")
+    require(infill is None or tokenizer is not None, "--infill: expected a model of text; others take --prompt")
+    length, row = config.length, []
+    if tokenizer is None:
+        return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
+    if prompt is not None:
+        row = tokenizer.encode(prompt).tolist()
+    for number, part in enumerate(infill.split("_") if infill is not None else []):
+        row += [-1] * (number > 0) + tokenizer.encode(part).tolist()
+    option = "--prompt" if infill is None else "--infill"
+    require(len(row) <= length, f"{option}: {len(row)} tokens: expected at most {length}, the model's length")
+    return row + [-1] * (length - len(row))
+
+
+def show(tokens: list[int], config: Any, tokenizer: Any = None) -> str:
+    """Names or text, with _ for what is not written yet."""
+    if tokenizer is not None:
+        pieces = itertools.groupby(tokens, lambda t: t == config.vocab_size)
+        return "".join("_" * len(list(ids)) if masked else tokenizer.decode(list(ids)) for masked, ids in pieces)
+    return " ".join("_" if t == config.vocab_size else config.symbols[t] if config.symbols else str(t) for t in tokens)
 
 
 def check_array_path(path: Path) -> None:

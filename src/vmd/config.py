@@ -247,7 +247,9 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    name: str = ""  # a named data set, or the path of an .npy array of integers (rows, length)
+    name: str = ""  # a named data set, an .npy array of integers (rows, length), or a text file or folder
+    tokenizer: str = ""  # of text: char (the default), byte, or the path of a `tokenizers` JSON file
+    documents: bool = False  # of text: chunks never cross files of a folder, or blank lines of a file
     fixed: str = ""  # positions that are always given, as in "0:82" or "0,5,7": the model learns the rest given these
 
 

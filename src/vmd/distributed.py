@@ -68,6 +68,16 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
+@contextmanager
+def one_after_the_first() -> Iterator[None]:
+    """The first process goes through alone, then the others: what it leaves on the disk they find there."""
+    if rank() != 0:
+        wait_for_all()
+    yield
+    if rank() == 0:
+        wait_for_all()
+
+
 def mean_of_all(x: Tensor) -> Tensor:
     """The mean over processes that hold equal shares."""
     if not dist.is_initialized():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vmd.config import require
-from vmd.data import ArrayData, Law
+from vmd.data import ArrayData, Law, TextData
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import Diagnostics, diagnose
 from vmd.distributed import gather_rows, my_share, rank, require_a_share
@@ -32,7 +32,7 @@ def rows_per_pass(model: VMD) -> int:
 @torch.no_grad()
 def evaluate_model(
     model: VMD,
-    data: Law | ArrayData,
+    data: Law | ArrayData | TextData,
     steps: list[int],
     *,
     order: str = "prob",
@@ -54,7 +54,7 @@ def evaluate_model(
         data.vocab_size <= config.vocab_size,
         f"token id {data.vocab_size - 1} in the data: expected 0 to {config.vocab_size - 1}, the model's vocabulary",
     )
-    held = rows_scored if isinstance(data, Law) else min(rows_scored, len(data.tokens))
+    held = rows_scored if isinstance(data, Law) else min(rows_scored, len(data))
     require_a_share(held, "rows to score")
     draws_of_z = sorted(set(iwae)) if config.latent.kind == "gaussian" else [1]
     for count in steps:
@@ -80,16 +80,21 @@ def evaluate_model(
     return rows
 
 
-def draw_rows(data: Law | ArrayData, n: int, seed: int, device: torch.device) -> Tensor:
+def draw_rows(data: Law | ArrayData | TextData, n: int, seed: int, device: torch.device) -> Tensor:
     """Rows of the data: draws of a law, or different rows of an array."""
     if isinstance(data, Law):
         return data.draw(n, generator=torch.Generator(device).manual_seed(seed), device=device)
-    chosen = torch.randperm(len(data.tokens), generator=torch.Generator().manual_seed(seed))[:n]
-    return torch.from_numpy(data.tokens[chosen.sort().values.numpy()].astype("int64")).to(device)
+    chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:n]
+    return data.rows_at(chosen.sort().values.numpy()).to(device)
 
 
 def scored_bits(
-    model: VMD, data: Law | ArrayData, score: Callable[[Tensor], Tensor], rows_scored: int, seed: int, given: Tensor | None
+    model: VMD,
+    data: Law | ArrayData | TextData,
+    score: Callable[[Tensor], Tensor],
+    rows_scored: int,
+    seed: int,
+    given: Tensor | None,
 ) -> tuple[Bits, str]:
     """The mean over the data of score(x0): by enumerating a law, else over random rows."""
     if isinstance(data, Law) and given is None:
@@ -102,11 +107,18 @@ def scored_bits(
 
 
 def certified_row(
-    model: VMD, data: Law | ArrayData, steps: int, z: str, samples: int, rows_scored: int, seed: int, given: Tensor | None
+    model: VMD,
+    data: Law | ArrayData | TextData,
+    steps: int,
+    z: str,
+    samples: int,
+    rows_scored: int,
+    seed: int,
+    given: Tensor | None,
 ) -> list[dict]:
     """An upper bound on the bits of the sampler of that many steps in random order."""
     config = model.config
-    generator = torch.Generator(model.device).manual_seed(seed + rank() if isinstance(data, ArrayData) else seed)
+    generator = torch.Generator(model.device).manual_seed(seed if isinstance(data, Law) else seed + rank())
     chunk = rows_per_pass(model)
     fixed = None if given is None else given.to(model.device)
 
@@ -122,7 +134,9 @@ def certified_row(
     return [found | {"steps": steps, "order": "random", "z": z if config.has_latent else "none", "iwae": samples}]
 
 
-def confidence_row(model: VMD, data: Law | ArrayData, steps: int, order: str, rows_scored: int, seed: int) -> list[dict]:
+def confidence_row(
+    model: VMD, data: Law | ArrayData | TextData, steps: int, order: str, rows_scored: int, seed: int
+) -> list[dict]:
     """Without z the order is a function of the tokens, and the likelihood of confidence orders is exact."""
     chunk = rows_per_pass(model)
     bits, over = scored_bits(
@@ -159,7 +173,7 @@ def sample_rows(
     return rows
 
 
-def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
+def objective_rows(model: VMD, data: Law | ArrayData | TextData, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
     """The paper's objective in bits per maskable token, on n random rows with fresh masks."""
     config, device = model.config, model.device
     generator = torch.Generator(device).manual_seed(seed + rank())
@@ -187,7 +201,9 @@ def objective_rows(model: VMD, data: Law | ArrayData, n: int, seed: int, fixed: 
     return rows
 
 
-def diagnose_model(model: VMD, data: Law | ArrayData, seed: int = 0, fixed: str = "", rows: int = 512) -> Diagnostics | None:
+def diagnose_model(
+    model: VMD, data: Law | ArrayData | TextData, seed: int = 0, fixed: str = "", rows: int = 512
+) -> Diagnostics | None:
     """What the latent carries, on some rows of the data."""
     given = parse_positions(fixed, model.config.length)
     given = None if given is None else given.to(model.device)

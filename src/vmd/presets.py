@@ -104,10 +104,9 @@ def array(kind: str = "categorical") -> RunConfig:
 
 
 def text(kind: str = "categorical") -> RunConfig:
-    """Characters of text8 in blocks of four: 8 layers of width 256, half as many for an encoder (the paper's sizes)."""
+    """Text in blocks of four tokens: 8 layers of width 256, half as many for an encoder (the paper's sizes)."""
     run = RunConfig(
         model=ModelConfig(
-            vocab_size=27,
             length=256,
             block_size=4,
             layers=8,

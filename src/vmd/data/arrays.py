@@ -46,6 +46,13 @@ class ArrayData:
             return self._kept[str(device)][torch.from_numpy(index).to(device)].long()
         return torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64)).to(device)
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows_at(self, index: np.ndarray) -> Tensor:
+        """(n, L): rows by their numbers."""
+        return torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64))
+
     def _permutation(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.tokens))

@@ -351,7 +351,8 @@ def make_puzzles(
 ) -> dict:
     """Write OUT/train.sudoku and OUT/test.sudoku, and return a summary. The files depend on sizes, kind and seed alone.
 
-    No clue of a puzzle can go. Train and test share no solution, not even up to symmetry, and no puzzle comes twice.
+    Train and test share no solution, not even up to symmetry, and no puzzle comes twice. Of a puzzle with one solution no
+    clue can go; of one with several, one solution is kept, and it is this one that decides between train and test.
     """
     _check_draw(train, kind, seed, "train")
     _check_draw(test, kind, seed, "test")

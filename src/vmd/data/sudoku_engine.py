@@ -8,24 +8,33 @@ A puzzle is a row of digits, cell by cell, 0 for a blank. Inside, a cell's candi
 
 import hashlib
 import importlib
-import importlib.util
 import os
 from typing import NamedTuple
 
 import numpy as np
 
-# VMD_PLAIN_SUDOKU=1 does without numba.
-COMPILED = os.environ.get("VMD_PLAIN_SUDOKU", "0") in ("", "0") and importlib.util.find_spec("numba") is not None
+
+def find_compiler():
+    """Numba's, or None. VMD_PLAIN_SUDOKU=1 does without it."""
+    if os.environ.get("VMD_PLAIN_SUDOKU", "0") not in ("", "0"):
+        return None
+    try:
+        return importlib.import_module("numba").njit
+    except ImportError:  # not installed, or not made for this numpy
+        return None
+
+
+NJIT = find_compiler()
+COMPILED = NJIT is not None
 
 
 def compiled(function):
-    if not COMPILED:
+    if NJIT is None:
         return function
-    njit = importlib.import_module("numba").njit
     try:
-        return njit(cache=True)(function)
+        return NJIT(cache=True)(function)
     except RuntimeError:  # no folder to keep the compiled code in
-        return njit(function)
+        return NJIT(function)
 
 
 # Boards

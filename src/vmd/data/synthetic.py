@@ -123,4 +123,5 @@ def law(name: str) -> Law:
             p = math.nan
         require(p == p, f"{name}: expected dependence-P with a probability P, such as dependence-0.5")
         return dependence(p)
-    raise InvalidInput(f"unknown data {name!r}: expected a path to an .npy file, dependence-P, or one of {', '.join(LAWS)}")
+    known = f"dependence-P, or one of {', '.join(LAWS)}"
+    raise InvalidInput(f"unknown data {name!r}: expected the path of an .npy array or of text, text8, {known}")

@@ -611,6 +611,35 @@ def _is_whole(folder: Path, meta: dict, split: str) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
+def prepared_text(
+    name: str, tokenizer: str, *, documents: bool = False, on_progress: OnProgress = lambda done, total: None
+) -> Path:
+    """The folder of a text by its name or path, prepared at the first call and kept in the cache of this machine.
+
+    A file called text8 or text8-70M is checked to be that.
+    """
+    cache = Path(os.environ.get("VMD_CACHE") or Path.home() / ".cache" / "vmd")
+    source = Path(name)
+    if name == "text8" and not source.exists():
+        return text8(cache=cache, on_progress=on_progress)
+    plain = source.is_file() and not documents and tokenizer == "char"
+    if plain and source.name.split(".")[0] in TEXT8_KINDS:
+        return text8(source, cache=cache, on_progress=on_progress)
+    asked = json.dumps([str(source.resolve()), str(tokenizer), documents])
+    place = f"{source.resolve().name.split('.')[0]}-{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
+    return prepare_text(source, tokenizer, cache / place, documents=documents, on_progress=on_progress)
+
+
+def text_rows(name: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
+    """(rows, L): all of a text in chunks, in order, in the ids of a model's tokenizer; what does not fill one is dropped."""
+    with _reading(Path(name)):
+        files = _source_files(Path(name))
+    parts = [tokenizer.encode(piece) for path in files.values() for piece in _pieces(_read(path))]
+    ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    require(len(ids) >= length, f"{name}: {len(ids)} tokens: too short: expected at least {length}, one chunk")
+    return ids[: len(ids) // length * length].reshape(-1, length)
+
+
 # text8
 
 
@@ -719,6 +748,10 @@ class TextData:
         require(0 <= start < len(self), f"start={start}: expected 0 to {len(self) - 1}")
         require_range("count", count, 1)
         return self._chunks(np.arange(start, min(start + count, len(self))), device)
+
+    def rows_at(self, index: np.ndarray) -> Tensor:
+        """(n, L): chunks by their places in the text."""
+        return self._chunks(index, None)
 
     def _chunks(self, index: np.ndarray, device) -> Tensor:
         starts, within = self._starts[index], np.arange(self.length)

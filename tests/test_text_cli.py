@@ -1,0 +1,138 @@
+"""Text from a file to a model and back: train, sample with a beginning or gaps, evaluate."""
+
+import json
+
+import numpy as np
+import pytest
+
+from command import refused, settings, succeeds
+from vmd.cli import model_tokenizer
+
+SMALL = settings(
+    *("training.steps=4", "training.batch_size=8", "training.log_every=2", "model.length=16", "model.layers=1"),
+    *("model.width=16", "model.heads=2", "model.latent.codes=4"),
+)
+TEXT = "the cat sat on the mat and the dog sat on the log. " * 40
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("VMD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "cats.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def train(source, out, *more):
+    return succeeds("train", "text", "--data", source, "--out", out, "--device", "cpu", *SMALL, *more)
+
+
+def test_a_model_of_text_writes_text(source, tmp_path):
+    out = tmp_path / "run"
+    train(source, out)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    train(source, tmp_path / "again")
+    assert made == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}  # made once
+    lines = succeeds("sample", out, "-n", 3).out.splitlines()
+    assert [len(line) for line in lines] == [16] * 3
+    assert set("".join(lines)) <= set(TEXT)
+
+
+def test_a_beginning_and_gaps_are_kept(source, tmp_path):
+    out = tmp_path / "run"
+    train(source, out)
+    assert all(
+        line.startswith("the cat") for line in succeeds("sample", out, "-n", 3, "--prompt", "the cat").out.splitlines()
+    )
+    for line in succeeds("sample", out, "-n", 3, "--infill", "the ___ sat").out.splitlines():
+        assert line[:4] + line[7:11] == "the  sat"
+    traced = succeeds("sample", out, "-n", 1, "--prompt", "the ", "--trace").err
+    assert "block 1 step 0: the " in traced
+    assert "____" in traced
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char"])
+def test_every_tokenizer_travels_with_its_model(source, tmp_path, tokenizer):
+    source.write_text(TEXT + "über naïve\n" * 4)
+    out = tmp_path / "run"
+    train(source, out, "--tokenizer", tokenizer)
+    found = model_tokenizer(out)
+    assert found.to_dict()["kind"] == tokenizer
+    assert found.decode(found.encode("über")) == "über"
+    succeeds("sample", out, "-n", 2, "--prompt", "über")
+
+
+def test_scores_are_of_all_of_a_text_or_of_a_split(source, tmp_path):
+    out, other = tmp_path / "run", tmp_path / "other.txt"
+    train(source, out)
+    other.write_text("the dog sat on the cat" * 4)
+
+    def rows(*words) -> int:
+        succeeds("evaluate", out, *words, "--json", tmp_path / "scores.json")
+        return int(json.loads((tmp_path / "scores.json").read_text())["rows"][0]["about"].split("; ")[1].split()[0])
+
+    assert rows("--data", other) == 88 // 16
+    assert rows("--data", source) == len(TEXT) * 5 // 100 // 16  # the test split of its own text
+    assert rows("--data", source, "--split", "all") == len(TEXT) // 16
+    assert rows("--data", source, "--split", "train") == len(TEXT) * 90 // 100 // 16
+
+
+def test_a_resumed_run_keeps_its_tokenizer(source, tmp_path):
+    out = tmp_path / "run"
+    train(source, out)
+    kept = (out / "tokenizer.json").read_bytes()
+    train(source, out, "--resume", *settings("training.steps=6"))
+    assert (out / "tokenizer.json").read_bytes() == kept
+
+
+def test_an_overwritten_run_leaves_no_tokenizer_behind(source, tmp_path):
+    out = tmp_path / "run"
+    train(source, out)
+    np.save(tmp_path / "rows.npy", np.arange(40).reshape(10, 4) % 3)
+    words = ("train", "array", "--data", tmp_path / "rows.npy", "--out", out, "--overwrite", "--device", "cpu")
+    succeeds(*words, *settings("training.steps=2", "model.layers=1", "model.width=16", "model.heads=2"))
+    assert model_tokenizer(out) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["train", "text", "--data", "nowhere.txt"], "nowhere.txt"),
+        (["train", "text", "--data", "no/where.txt"], "no/where.txt"),
+        (["train", "text", "--data", "SOURCE", "--tokenizer", "words"], "words"),
+        (["train", "text", "--data", "d1", "--tokenizer", "byte"], "d1"),
+        (["train", "array", "--data", "SOURCE"], "model.length"),
+        (["train", "text", "--data", "EMPTY"], "empty"),
+        (["train", "text", "--data", "SOURCE", "--set", "model.length=3000"], "too short"),
+    ],
+)
+def test_bad_text_is_one_line(words, named, source, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    places = {"SOURCE": str(source), "EMPTY": str(tmp_path / "empty.txt")}
+    words = [places.get(word, word) for word in words]
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert named in refused(*words, "--out", folder / "run", "--device", "cpu", folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["sample", "RUN", "--prompt", "Ä"], "Ä"),
+        (["sample", "RUN", "--infill", "_" * 17], "17 tokens"),
+        (["sample", "RUN", "--infill", "a_", "--prompt", "a"], "one of the two"),
+        (["evaluate", "RUN", "--data", "SHORT"], "too short"),
+        (["evaluate", "RUN", "--data", "SOURCE", "--split", "half"], "half"),
+        (["evaluate", "RUN", "--data", "d1", "--split", "test"], "--split"),
+    ],
+)
+def test_bad_requests_to_a_model_of_text_are_one_line(words, named, source, tmp_path):
+    run, short = tmp_path / "run", tmp_path / "short.txt"
+    train(source, run)
+    short.write_text("the cat")
+    places = {"RUN": run, "SOURCE": source, "SHORT": short}
+    assert named in refused(*(places.get(word, word) for word in words), folder=tmp_path)
