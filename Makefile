@@ -11,7 +11,7 @@ test: .venv/ready
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2
 
 readme: .venv/ready
 	$(BIN)/vmd report

@@ -153,6 +153,8 @@ def open_data(run: RunConfig, split: str) -> Any:
             documents=about.documents,
             split=split,
             on_progress=on_progress,
+            puzzles=about.puzzles,
+            augment=about.augment,
         )
 
 
@@ -329,12 +331,13 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Score a model: certified bits per token for each number of steps, the objective, what the latent carries, and, where
-    the law of the data is known, accuracy and KL of samples."""
+    the law of the data is known, accuracy and KL of samples. Of Sudoku puzzles: how many it solves."""
+    from vmd.data import SudokuData
     from vmd.data.synthetic import Law
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
     from vmd.distributed import rank
-    from vmd.evaluation import diagnose_model, evaluate_model
+    from vmd.evaluation import diagnose_model, evaluate_model, evaluate_puzzles
     from vmd.files import write_atomically
     from vmd.model import VMD
     from vmd.progress import progress_bar
@@ -364,19 +367,15 @@ def evaluate(
         if fixed:
             say(f"positions {fixed} are given, as in training; --fixed says otherwise")
     with progress_bar(f"vmd evaluate {model}, percent", 100) as update:
-        scores = evaluate_model(
-            loaded,
-            loaded_data,
-            counts,
-            order=order,
-            z=z,
-            iwae=draws,
-            n=n,
-            rows_scored=rows,
-            seed=seed,
-            fixed=fixed,
-            on_part=lambda done, total: update(100 * done // total, f"part {min(done + 1, total)} of {total}"),
-        )
+
+        def on_part(done: int, total: int) -> None:
+            update(100 * done // total, f"part {min(done + 1, total)} of {total}")
+
+        same = {"order": order, "z": z, "rows_scored": rows, "seed": seed, "on_part": on_part}
+        if isinstance(loaded_data, SudokuData):
+            scores = evaluate_puzzles(loaded, loaded_data, counts, **same)  # type: ignore[arg-type]
+        else:
+            scores = evaluate_model(loaded, loaded_data, counts, iwae=draws, n=n, fixed=fixed, **same)  # type: ignore[arg-type]
     if rank() != 0:
         return
     carried = diagnose_model(loaded, loaded_data, seed, fixed)
@@ -402,7 +401,7 @@ def evaluate(
         latent = None if carried is None else carried._asdict()
         record = {"command": command, "data": data, "entropy": entropy, "rows": scores, "latent": latent}
         write_atomically(json_out, json.dumps(record, indent=1))
-    if plot is not None:
+    if plot is not None and not isinstance(loaded_data, SudokuData):
         from vmd.figures import draw_scores
 
         title = f"{model} on {data}" + (f", z {z}" if loaded.config.has_latent else "")
@@ -418,7 +417,8 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     tokenizer = model_tokenizer(folder)
     if tokenizer is None or not is_text(name):
         require(split is None, f"--split {split}: expected with a text and a model of text")
-        return load_data(name, length=model.config.length)
+        puzzles = bool(saved_data(folder).get("puzzles")) and Path(name).is_file()
+        return load_data(name, length=model.config.length, puzzles=puzzles, augment=False)
     trained = saved_data(folder)
     split = split or ("test" if trained.get("name") == name else "all")
     require_choice("--split", split, ("all", *SPLITS))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -85,6 +86,7 @@ class ModelConfig:
     width: int = 64
     heads: int = 4
     mlp_ratio: int = 4
+    board: bool = False  # tokens are the cells of a square board: its rows, columns and boxes have embeddings
     latent: LatentConfig = field(default_factory=LatentConfig)
     symbols: tuple[str, ...] = ()  # what the token ids stand for, if they have names
 
@@ -105,6 +107,9 @@ class ModelConfig:
             f"model.latent.code_layers={self.latent.code_layers}: expected fewer than model.layers = {self.layers}: "
             "the prior of the code comes from the layers before",
         )
+        if self.board and self.length:
+            whole = math.isqrt(math.isqrt(self.length)) ** 4 == self.length
+            require(whole, f"model.board=true with length {self.length}: expected a square board, such as 16 or 81 cells")
         if self.block_size and self.length:
             require(
                 self.length % self.block_size == 0,
@@ -250,6 +255,8 @@ class DataConfig:
     name: str = ""  # a named data set, an .npy array of integers (rows, length), or a text file or folder
     tokenizer: str = ""  # of text: char (the default), byte, or the path of a `tokenizers` JSON file
     documents: bool = False  # of text: chunks never cross files of a folder, or blank lines of a file
+    puzzles: bool = False  # the file holds Sudoku puzzles, in any format that is known; .sudoku files always do
+    augment: bool = True  # of puzzles: a random symmetry of the board every time
     fixed: str = ""  # positions that are always given, as in "0:82" or "0,5,7": the model learns the rest given these
 
 

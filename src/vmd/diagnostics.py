@@ -98,7 +98,7 @@ def code_posterior(model: VMD, x0: Tensor, fixed: Tensor | None = None) -> tuple
     mask = torch.ones_like(x0, dtype=torch.bool) if fixed is None else (~fixed).expand_as(x0)
     masks = Masks(mask, mask, torch.ones(len(x0), config.blocks, device=x0.device))
     log_prior, log_likelihood = code_terms(model.codes, x0, masks, model.mask_id)
-    kept = mask[0].unflatten(-1, (config.blocks, -1)).any(-1)  # positions are given in all rows alike
+    kept = mask.unflatten(-1, (config.blocks, -1)).any(-1).all(0)  # blocks with something to write in every row
     log_prior, log_likelihood = log_prior[:, kept].flatten(0, 1), log_likelihood[:, kept].flatten(0, 1)
     return (log_prior + log_likelihood).softmax(-1), log_prior, log_likelihood
 

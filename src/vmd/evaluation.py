@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vmd.config import require
-from vmd.data import ArrayData, Law, TextData
+from vmd.data import ArrayData, Law, SudokuData, TextData
 from vmd.data.arrays import parse_positions
+from vmd.data.sudoku import keeps_clues, valid
 from vmd.diagnostics import Diagnostics, diagnose
 from vmd.distributed import gather_rows, my_share, rank, require_a_share
 from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
@@ -20,6 +21,7 @@ from vmd.network import largest_tensor
 from vmd.sampling import RULES, check_settings
 
 CERTIFIED = "certified bits per token"
+Data = Law | ArrayData | TextData
 
 
 def rows_per_pass(model: VMD) -> int:
@@ -32,7 +34,7 @@ def rows_per_pass(model: VMD) -> int:
 @torch.no_grad()
 def evaluate_model(
     model: VMD,
-    data: Law | ArrayData | TextData,
+    data: Data,
     steps: list[int],
     *,
     order: str = "prob",
@@ -80,7 +82,56 @@ def evaluate_model(
     return rows
 
 
-def draw_rows(data: Law | ArrayData | TextData, n: int, seed: int, device: torch.device) -> Tensor:
+@torch.no_grad()
+def evaluate_puzzles(
+    model: VMD,
+    data: SudokuData,
+    steps: list[int],
+    *,
+    order: str = "prob",
+    z: str = "once",
+    rows_scored: int = 2_000,
+    seed: int = 0,
+    on_part: Callable[[int, int], None] = lambda done, total: None,
+) -> list[dict]:
+    """Rows of {metric, value, stderr, about}: how many puzzles are solved, by the rules of the board alone.
+
+    A grid is right if it keeps the clues and every row, column and box holds every digit once: of a puzzle with several
+    solutions any will do.
+    """
+    config = model.config
+    require(
+        (data.length, data.vocab_size) == (config.length, config.vocab_size),
+        f"puzzles of {data.length} cells: expected {config.length} cells and {config.vocab_size} digits, the model's",
+    )
+    for count in steps:
+        check_settings(config, count, order, "sample", z, 1.0, 1.0)
+    chosen = torch.randperm(len(data.puzzles), generator=torch.Generator().manual_seed(seed))[:rows_scored].sort().values
+    require_a_share(len(chosen), "puzzles to solve")
+    mine = my_share(len(chosen))
+    puzzle = torch.from_numpy(data.puzzles.puzzle[chosen[mine.start : mine.stop].numpy()].astype("int64"))
+    solution = torch.from_numpy(data.puzzles.solution[chosen[mine.start : mine.stop].numpy()].astype("int64"))
+    found: list[dict] = []
+    settings = [(count, rule) for count in steps for rule in RULES]
+    for done, (count, rule) in enumerate(settings):
+        on_part(done, len(settings))
+        generator = torch.Generator(model.device).manual_seed(seed + rank())
+        drawn = model.sample(
+            prompt=puzzle - 1, steps=count, order=order, rule=rule, z=z, generator=generator, batch_size=rows_per_pass(model)
+        )
+        grids = drawn.tokens.cpu() + 1
+        solved = gather_rows(valid(grids) & keeps_clues(grids, puzzle)).double()
+        about = f"rule {rule}, order {order}, {per_block(count)}, NFE {drawn.nfe}, {len(solved)} puzzles"
+        about += f", z {z}" if config.has_latent else ""
+        stderr = float((solved.mean() * (1 - solved.mean()) / len(solved)) ** 0.5)
+        found.append(row("solved, %", 100 * float(solved.mean()), 100 * stderr, about))
+        blanks = gather_rows(((grids == solution) & (puzzle == 0)).sum(-1) / (puzzle == 0).sum(-1)).double()
+        found.append(row("cells as in the solution given, %", 100 * float(blanks.mean()), None, about))
+    on_part(len(settings), len(settings))
+    return found
+
+
+def draw_rows(data: Data, n: int, seed: int, device: torch.device) -> Tensor:
     """Rows of the data: draws of a law, or different rows of an array."""
     if isinstance(data, Law):
         return data.draw(n, generator=torch.Generator(device).manual_seed(seed), device=device)
@@ -90,7 +141,7 @@ def draw_rows(data: Law | ArrayData | TextData, n: int, seed: int, device: torch
 
 def scored_bits(
     model: VMD,
-    data: Law | ArrayData | TextData,
+    data: Data,
     score: Callable[[Tensor], Tensor],
     rows_scored: int,
     seed: int,
@@ -108,7 +159,7 @@ def scored_bits(
 
 def certified_row(
     model: VMD,
-    data: Law | ArrayData | TextData,
+    data: Data,
     steps: int,
     z: str,
     samples: int,
@@ -134,9 +185,7 @@ def certified_row(
     return [found | {"steps": steps, "order": "random", "z": z if config.has_latent else "none", "iwae": samples}]
 
 
-def confidence_row(
-    model: VMD, data: Law | ArrayData | TextData, steps: int, order: str, rows_scored: int, seed: int
-) -> list[dict]:
+def confidence_row(model: VMD, data: Data, steps: int, order: str, rows_scored: int, seed: int) -> list[dict]:
     """Without z the order is a function of the tokens, and the likelihood of confidence orders is exact."""
     chunk = rows_per_pass(model)
     bits, over = scored_bits(
@@ -173,7 +222,7 @@ def sample_rows(
     return rows
 
 
-def objective_rows(model: VMD, data: Law | ArrayData | TextData, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
+def objective_rows(model: VMD, data: Data, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
     """The paper's objective in bits per maskable token, on n random rows with fresh masks."""
     config, device = model.config, model.device
     generator = torch.Generator(device).manual_seed(seed + rank())
@@ -202,9 +251,14 @@ def objective_rows(model: VMD, data: Law | ArrayData | TextData, n: int, seed: i
 
 
 def diagnose_model(
-    model: VMD, data: Law | ArrayData | TextData, seed: int = 0, fixed: str = "", rows: int = 512
+    model: VMD, data: Data | SudokuData, seed: int = 0, fixed: str = "", rows: int = 512
 ) -> Diagnostics | None:
     """What the latent carries, on some rows of the data."""
+    if isinstance(data, SudokuData):
+        count = min(rows, len(data.puzzles), rows_per_pass(model))
+        generator = torch.Generator(model.device).manual_seed(seed)
+        x0, clues = data.puzzle_batch(0, count, generator=generator, device=model.device)
+        return diagnose(model, x0, fixed=clues, generator=generator)
     given = parse_positions(fixed, model.config.length)
     given = None if given is None else given.to(model.device)
     generator = torch.Generator(model.device).manual_seed(seed)

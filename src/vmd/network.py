@@ -4,6 +4,7 @@ Shapes: B rows, L tokens, T tokens of a pass (L, or 2L for the doubled sequence)
 D width, H heads, V vocabulary, K codes.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -102,6 +103,14 @@ class Block(nn.Module):
         return self.mlp_out(F.gelu(self.mlp_in(h), approximate="tanh"))
 
 
+def board_places(cells: int) -> Tensor:
+    """(3, cells): the row, the column and the box of every cell."""
+    side = math.isqrt(cells)
+    box = math.isqrt(side)
+    row, column = torch.arange(cells) // side, torch.arange(cells) % side
+    return torch.stack([row, column, row // box * box + column // box])
+
+
 class Trunk(nn.Module):
     """Token embedding, learned absolute positions, DiT blocks with rotary positions, final norm.
 
@@ -119,10 +128,22 @@ class Trunk(nn.Module):
             for layer in range(layers)
         )
         self.norm = nn.LayerNorm(config.width)
+        self.lines: nn.ModuleList | None = None
+        if config.board:
+            self.lines = nn.ModuleList(nn.Embedding(math.isqrt(config.length), config.width) for _ in range(3))
+            self.register_buffer("places", board_places(config.length), persistent=False)
         frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
         angles = torch.arange(config.length).unsqueeze(1) * frequencies
         self.register_buffer("angles", angles, persistent=False)  # (L, d/2)
         self.angles: Tensor
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """(B, T), (T,) -> (B, T, D)."""
+        h = self.token(tokens) + self.position(positions)
+        if self.lines is not None:
+            for line, place in zip(self.lines, self.get_buffer("places"), strict=True):
+                h = h + line(place[positions])
+        return h
 
     def forward(
         self,
@@ -139,7 +160,7 @@ class Trunk(nn.Module):
 
         Of the last layer only the first `keep` tokens are computed: nothing reads the clean stream after it.
         """
-        h = self.token(tokens) + self.position(positions)
+        h = self.embed(tokens, positions)
         if added is not None:
             h = h + added
         return self.norm(self.run_layers(h, positions, visible, range(len(self.blocks)), condition, cache, keep))
@@ -313,13 +334,13 @@ class Decoder(nn.Module):
         split, length = c.layers - c.latent.code_layers, c.length
         positions = torch.arange(length, device=xt.device)
         if c.blocks == 1:
-            h = trunk.token(xt) + trunk.position(positions)
+            h = trunk.embed(xt, positions)
             h = trunk.run_layers(h, positions, None, range(split), None, None)
             return CodeFeatures(h, None, positions, self.code_prior(h))
         doubled, visible = torch.cat([xt, x0], dim=1), self.visible()
         both = positions.repeat(2)
         keep = length if split == c.layers else None
-        h = trunk.run_layers(trunk.token(doubled) + trunk.position(both), both, visible, range(split), None, None, keep)
+        h = trunk.run_layers(trunk.embed(doubled, both), both, visible, range(split), None, None, keep)
         noisy, clean = h[:, :length], h[:, length:]
         prefix = CleanPrefix()
         if split < c.layers:
@@ -329,7 +350,7 @@ class Decoder(nn.Module):
 
     def code_block_features(self, tokens: Tensor, cache: KVCache, *, clean: int) -> CodeFeatures:
         """The same for the last of some blocks (B, n r) behind the cached clean prefix, the `clean` before it finished."""
-        h = self.trunk.token(tokens) + self.trunk.position(cache.positions)
+        h = self.trunk.embed(tokens, cache.positions)
         before_codes = range(self.config.layers - self.config.latent.code_layers)
         h = self.trunk.run_layers(h, cache.positions, None, before_codes, None, cache)[:, clean * self.config.block_size :]
         return CodeFeatures(h, cache, cache.positions, self.code_prior(h))

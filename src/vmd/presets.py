@@ -127,6 +127,24 @@ def text(kind: str = "categorical") -> RunConfig:
     return with_latent(run, kind)
 
 
+def sudoku(kind: str = "categorical") -> RunConfig:
+    """Sudoku: 81 cells, clues in place, a row, a column and a box for each; give puzzles by --data (`vmd data sudoku`)."""
+    run = RunConfig(
+        model=ModelConfig(layers=6, width=256, heads=8, board=True, latent=LatentConfig(dim=128, encoder_layers=4)),
+        training=TrainingConfig(
+            steps=20_000,
+            batch_size=1_024,
+            optimizer="muon",
+            learning_rate=1e-3,
+            weight_decay=0.01,
+            warmup_steps=200,
+            ema=0.999,
+        ),
+        data=DataConfig(puzzles=True),
+    )
+    return with_latent(run, kind)
+
+
 def with_latent(run: RunConfig, kind: str) -> RunConfig:
     """A Gaussian's information costs half of its bound's price here: it collapses less."""
     latent = replace(run.model.latent, kind=kind)  # type: ignore[arg-type]
@@ -136,7 +154,7 @@ def with_latent(run: RunConfig, kind: str) -> RunConfig:
 
 def all_presets() -> dict[str, RunConfig]:
     presets: dict[str, RunConfig] = {}
-    for name, make in (("array", array), ("poker", poker), ("text", text)):
+    for name, make in (("array", array), ("poker", poker), ("text", text), ("sudoku", sudoku)):
         presets |= {name: make(), f"{name}-gaussian": make("gaussian"), f"{name}-mdm": make("none")}
     for family in FAMILIES:
         for latent in (True, False):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from vmd.attention import attention_by
 from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
-from vmd.data import Dataset
+from vmd.data import Dataset, Puzzles
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import code_posterior, diagnose
 from vmd.distributed import (
@@ -90,6 +90,7 @@ class Batch(NamedTuple):
     x0: Tensor  # (..., B, L)
     masks: Masks
     noise: Tensor | None  # (..., B, blocks, dim), or (..., S, B, blocks, dim) for S importance samples
+    given: Tensor | None = None  # (B, L) bool: what is given, where that differs from row to row
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -130,9 +131,13 @@ def draw_batch(
 
     With `rows`, these rows of the batch: their chance does not depend on who draws the others.
     """
-    config = model.config
+    config, given = model.config, None
     share = {} if rows is None else {"rows": rows}
-    x0 = data.batch(step, size, generator=generator, device=generator.device, **share)
+    if isinstance(data, Puzzles):
+        x0, given = data.puzzle_batch(step, size, generator=generator, device=generator.device, **share)
+        fixed = given
+    else:
+        x0 = data.batch(step, size, generator=generator, device=generator.device, **share)
     flat, r = x0.flatten(0, -2), config.block_size
     if objective.masking == "steps":
         whole = objective.z == "once" and config.has_latent and max(objective.steps) > 1
@@ -146,7 +151,7 @@ def draw_batch(
         shape = (*x0.shape[:-2], *draws, size, config.blocks, config.latent.dim)
         noise = torch.randn(shape, generator=generator, device=generator.device)
         noise = noise if rows is None else rows.of(noise, dim=-3)
-    return Batch(x0, masks, noise)
+    return Batch(x0, masks, noise, given)
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
@@ -320,14 +325,16 @@ def split_codes(model: VMD | Ensemble, batch: Batch, generator: torch.Generator,
             member, parameters = model.member(index)
             split_member(member, parameters, batch.x0[index], fixed, generator)
     else:
-        split_member(model, dict(model.named_parameters()), batch.x0, fixed, generator)
+        given = fixed if batch.given is None else batch.given
+        split_member(model, dict(model.named_parameters()), batch.x0, given, generator)
 
 
 def split_member(
     model: VMD, parameters: dict[str, Tensor], x0: Tensor, fixed: Tensor | None, generator: torch.Generator
 ) -> None:
-    shown = x0[:: math.ceil(len(x0) * world_size() / 1024)]  # of some thousand rows of all processes
-    posterior, _, log_likelihood = code_posterior(model, shown, fixed)  # (blocks of all rows, K)
+    every = math.ceil(len(x0) * world_size() / 1024)  # of some thousand rows of all processes
+    fixed = fixed[::every] if fixed is not None and fixed.dim() == 2 else fixed
+    posterior, _, log_likelihood = code_posterior(model, x0[::every], fixed)  # (blocks of all rows, K)
     usage = mean_of_all(posterior.mean(0))
     cost = mean_of_all(-(posterior * log_likelihood).mean(0))  # nats per block that each code leaves to its tokens
     worth = mean_of_all(
@@ -490,6 +497,7 @@ def divergence(step: int, training: TrainingConfig, out: Path | None) -> str:
 
 def latent_record(model: VMD, batch: Batch, fixed: Tensor | None, generator: torch.Generator) -> dict:
     """What the latent carries, for the log: on some rows of the batch."""
+    fixed = fixed if batch.given is None else batch.given[:256]
     found = diagnose(model, batch.x0[:256], fixed=fixed, generator=generator)
     if found is None:
         return {}

@@ -1,13 +1,14 @@
 """Data sets. Each has a length, a vocabulary and `batch(step, size)`; a `Law` is known exactly besides."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from vmd.config import require
 from vmd.data.arrays import ArrayData, load_array
+from vmd.data.sudoku import SudokuData, load_puzzles
 from vmd.data.synthetic import LAWS, Law, law
 from vmd.data.text import OnProgress, TextData, prepared_text
 from vmd.masking import Rows
@@ -25,6 +26,15 @@ class Dataset(Protocol):
     ) -> Tensor: ...
 
 
+@runtime_checkable
+class Puzzles(Dataset, Protocol):
+    """Data of which every row gives some tokens: clues, and what they stand in."""
+
+    def puzzle_batch(
+        self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 def load_data(
     name: str,
     seed: int = 0,
@@ -34,12 +44,17 @@ def load_data(
     documents: bool = False,
     split: str = "train",
     on_progress: OnProgress = lambda done, total: None,
-) -> "Law | ArrayData | TextData":
-    """A law by name, an array by the path of its .npy, or text: `text8`, or the path of a file or a folder.
+    puzzles: bool = False,
+    augment: bool = True,
+) -> "Law | ArrayData | TextData | SudokuData":
+    """A law by name, an array by the path of its .npy, text (`text8`, or the path of a file or a folder), or Sudoku puzzles.
 
+    A file is read as puzzles if it is called .sudoku, or with `puzzles`; they are turned by their symmetries with `augment`.
     Text is cut into chunks of `length` tokens of the tokenizer (char, byte, or the path of a JSON file; default char). It is
     prepared once and kept (`vmd.data.text`).
     """
+    if puzzles or name.endswith(".sudoku"):
+        return SudokuData(load_puzzles(name), seed, augment)
     if name.endswith(".npy"):
         return load_array(name, seed)
     if is_text(name):
@@ -53,8 +68,8 @@ def load_data(
 
 def is_text(name: str) -> bool:
     """Laws come first: a file of that name is meant by a path such as ./d1."""
-    known = name in LAWS or name.startswith("dependence-") or name.endswith(".npy")
+    known = name in LAWS or name.startswith("dependence-") or name.endswith((".npy", ".sudoku"))
     return name == "text8" or (bool(name) and not known and Path(name).exists())
 
 
-__all__ = ["ArrayData", "Dataset", "Law", "TextData", "law", "load_array", "load_data"]
+__all__ = ["ArrayData", "Dataset", "Law", "Puzzles", "SudokuData", "TextData", "law", "load_array", "load_data"]
