@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from command import TINY, refused, save_rows, succeeds
+from command import TINY, refused, save_rows, settings, succeeds
 from vmd.boards import heat
 from vmd.cli import read_log
 
@@ -68,3 +68,26 @@ def test_heat_is_brightest_where_pairs_are_frequent():
     assert picture[0, 0, 2] == 1
     assert picture[0, 4, 0] == 0.5
     assert picture.sum() == 4 * 1.5
+
+
+@pytest.mark.parametrize("more", [["model.block_size=2"], ["data.fixed=0:1"]])
+def test_numbers_that_a_model_does_not_have_are_left_out(tmp_path, more):
+    """The gap of a prior that differs from row to row is undefined."""
+    out, data = tmp_path / "run", save_rows(tmp_path / "rows.npy")
+    succeeds("train", "array", "--data", data, "--out", out, "--tensorboard", "--device", "cpu", *TINY, *settings(*more))
+    assert "train/latent_marginal_gap" not in events(out).Tags()["scalars"]
+
+
+def test_a_run_that_starts_anew_shows_nothing_of_the_old_one(tmp_path):
+    out = tmp_path / "run"
+    words = ("train", "poker", "--out", out, "--tensorboard", "--device", "cpu", *TINY)
+    succeeds(*words)
+    succeeds(*words, "--overwrite", *settings("training.steps=1"))
+    assert [event.step for event in events(out).Scalars("train/total")] == [1]
+
+
+def test_a_file_in_the_way_is_one_line(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").write_text("mine")
+    words = ("train", "poker", "--out", tmp_path / "run", "--tensorboard", "--device", "cpu", *TINY)
+    assert "expected a folder" in refused(*words, folder=tmp_path)

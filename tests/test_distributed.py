@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from command import ROOT, Finished, refused, settings, succeeds
 from helpers import codes, latent, learned_prior, random_law, tiny_config
-from vmd import distributed, training
+from vmd import cli, distributed, training
 from vmd.checkpoints import checkpoint_files
 from vmd.config import InvalidInput, LatentConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data import ArrayData, Dataset
@@ -255,8 +255,37 @@ def test_every_weight_has_a_gradient(z, objective):
 
 
 def test_tables_are_reproduced_by_one_process(here, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "here")):
+        monkeypatch.setenv(name, value)
     assert "without torchrun" in refused("reproduce", "two-token", "--quick", folder=here)
+
+
+@pytest.mark.parametrize("size", ["2", "two"])
+def test_half_an_environment_of_torchrun_means_nothing(size, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.delenv("RANK", raising=False)
+    assert not cli.several_processes()
+    assert cli.first_process()
+
+
+def test_what_the_first_process_cannot_do_fails_all(monkeypatch):
+    """In a process alone the error is its own."""
+
+    def refuse() -> None:
+        raise InvalidInput("no")
+
+    with pytest.raises(InvalidInput, match="no") as found:
+        distributed.by_the_first(refuse)
+    assert not isinstance(found.value, distributed.FailedTogether)
+    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "rank", lambda: 0)
+    monkeypatch.setattr(distributed.dist, "broadcast_object_list", lambda told: None)
+    with pytest.raises(distributed.FailedTogether, match="no"):
+        distributed.by_the_first(refuse)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed.dist, "broadcast_object_list", lambda told: told.__setitem__(0, "no"))
+    with pytest.raises(distributed.FailedTogether, match="no"):
+        distributed.by_the_first(lambda: pytest.fail("only the first acts"))
 
 
 def test_a_recorded_step_is_for_one_process(monkeypatch):

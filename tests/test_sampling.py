@@ -678,7 +678,7 @@ def test_splitmix_of_its_reference():
 
     assert mix(1234567 + golden & mask) == 6457827717110365317
     state = mix(42)
-    expected = [((mix(state + (i + 1) * golden & mask) >> 11) + 0.5) * 2.0**-53 for i in range(20)]
+    expected = [((mix(state + (i + 1) * golden & mask) >> 12) + 0.5) * 2.0**-52 for i in range(20)]
     assert hashed_uniforms(torch.tensor([42]), 0, 20)[0].tolist() == expected
 
 
@@ -717,3 +717,30 @@ def test_results_are_not_the_desk_s_own_memory():
 def test_recording_needs_a_gpu():
     with pytest.raises(InvalidInput, match="GPU"):
         tiny_model(6, 2).desk(3, record=True)
+
+
+def test_a_desk_serves_its_own_model_and_rows():
+    model, other = tiny_model(6, 2), tiny_model(6, 2, seed=1)
+    with pytest.raises(InvalidInput, match="another model"):
+        other.sample(4, desk=model.desk(4))
+    with pytest.raises(InvalidInput, match="cache=False"):
+        model.sample(4, desk=model.desk(4), cache=False)
+    with pytest.raises(InvalidInput, match="0 rows"):
+        model.desk(0)
+    with pytest.raises(InvalidInput, match="batch_size=0"):
+        model.sample(4, batch_size=0)
+    with pytest.raises(InvalidInput, match="2\\^63"):
+        model.sample(1, seeds=[2**63])
+
+
+def test_traces_are_cut_to_the_rows_asked_for():
+    model = tiny_model(6, 2)
+    traced = model.sample(3, steps=2, trace=True, desk=model.desk(4))
+    assert all(len(part) == 3 for step in traced.trace for part in step[2:])
+
+
+@pytest.mark.parametrize("z_config", [NO_LATENT, latent(), codes()])
+def test_samples_under_autocast(z_config):
+    model = tiny_model(6, 2, z=z_config)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.sample(3, steps=2).tokens.shape == (3, 6)

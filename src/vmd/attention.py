@@ -79,15 +79,15 @@ class Visibility(nn.Module):
 
 @contextmanager
 def attention_by(model: nn.Module, way: str) -> Iterator[None]:
-    """Attention over doubled sequences is computed that way inside, and by the dense mask afterwards."""
-    parts = [part for part in model.modules() if isinstance(part, Visibility)]
-    for part in parts:
+    """Attention over doubled sequences is computed that way inside, and as before afterwards."""
+    parts = [(part, part.other) for part in model.modules() if isinstance(part, Visibility)]
+    for part, _ in parts:
         part.use(way)
     try:
         yield
     finally:
-        for part in parts:
-            part.use("dense")
+        for part, before in parts:
+            part.other = before
 
 
 Visible = Tensor | Tiles | Fused | BlockMask | None
@@ -173,6 +173,6 @@ class KVCache:
         self.visible = None if everything else torch.arange(reach, device=positions.device) < ends.unsqueeze(1)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.keys[layer].index_copy_(2, self.positions, k)
-        self.values[layer].index_copy_(2, self.positions, v)
-        return self.keys[layer, :, :, : self.reach], self.values[layer, :, :, : self.reach]
+        self.keys[layer].index_copy_(2, self.positions, k.to(self.keys.dtype))
+        self.values[layer].index_copy_(2, self.positions, v.to(self.values.dtype))
+        return self.keys[layer, :, :, : self.reach].to(k.dtype), self.values[layer, :, :, : self.reach].to(v.dtype)

@@ -16,7 +16,7 @@ from vmd.flops import forward_flops
 from vmd.masking import Rows
 from vmd.model import VMD
 from vmd.sampling import check_settings
-from vmd.training import train
+from vmd.training import attention_way, check_precision, train
 
 SYMBOLS = 27  # different tokens, where a preset takes them from its data
 NAIVE_TRAINING = "eager, dense mask over the doubled sequence, same precision"
@@ -66,10 +66,10 @@ def timed(call: Callable[[], object], device: str, *, repeats: int, warmup: int 
     return seconds
 
 
-def as_fast_as_it_gets(training: TrainingConfig, device: str) -> TrainingConfig:
-    if device == "cuda":
-        return replace(training, compile=True, capture=True, precision="bf16")
-    return training
+def as_fast_as_it_gets(training: TrainingConfig, device: str, chosen: set[str]) -> TrainingConfig:
+    """Compiled, recorded and in bf16, but for fields that were chosen, as in training.compile."""
+    fast = {"compile": True, "capture": True, "precision": "bf16"} if device == "cuda" else {}
+    return replace(training, **{name: value for name, value in fast.items() if f"training.{name}" not in chosen})  # type: ignore[arg-type]
 
 
 def without_latent(run: RunConfig) -> RunConfig:
@@ -84,18 +84,21 @@ def bench_training(
 
     compare: also the same model without its latent, for what the latent costs.
     """
-    fast = replace(run, training=as_fast_as_it_gets(run.training, device))
-    measured = measure_training(fast, device, windows, steps_per_window)
+    measured = measure_training(run, device, windows, steps_per_window)
+    way = attention_way(run.training, run.model, device)
+    measured["path"] = {name: getattr(run.training, name) for name in ("compile", "capture", "precision")} | {
+        "attention": way
+    }
     flops = 3 * forward_flops(run.model) / run.model.length  # per token; the backward pass costs twice the forward
     ceiling = measured_ceiling(device)
     measured |= {"flops_per_token": flops, "ceiling_flops": ceiling}
     measured["utilisation"] = flops * measured["tokens_per_second"] / ceiling
     if compare and run.model.has_latent:
-        bare = measure_training(without_latent(fast), device, windows, steps_per_window)
+        bare = measure_training(without_latent(run), device, windows, steps_per_window)
         measured["without_latent"] = bare
         measured["speed_of_no_latent"] = measured["tokens_per_second"] / bare["tokens_per_second"]
     if naive:
-        plain = replace(run.training, compile=False, capture=False, attention="dense", precision=fast.training.precision)
+        plain = replace(run.training, compile=False, capture=False, attention="dense")
         slow = measure_training(replace(run, training=plain), device, 3, max(1, steps_per_window // 2))
         measured["naive"] = slow | {"path": NAIVE_TRAINING}
         measured["times_naive"] = measured["tokens_per_second"] / slow["tokens_per_second"]
@@ -149,8 +152,8 @@ def measure_sampling(config: ModelConfig, device: str, batch: int, steps: int, r
         torch.cuda.reset_peak_memory_stats()
     desk = model.desk(batch, cache=fast, record=None if fast else False)
     generator = torch.Generator(device).manual_seed(0)
-    drawn = model.sample(batch, steps=steps, desk=desk, generator=generator)  # records its steps
-    call = partial(model.sample, batch, steps=steps, desk=desk, generator=generator)
+    call = partial(model.sample, batch, steps=steps, desk=desk, cache=fast, generator=generator)
+    drawn = call()  # records its steps
     seconds = statistics.median(timed(call, device, repeats=repeats, warmup=1 if fast else 0))
     return {
         "batch": batch,
@@ -180,7 +183,16 @@ class Case(NamedTuple):
     steps: int
 
 
-def cases_of(what: str, run: RunConfig, batches: list[int], steps: list[int], field: str, values: list[str]) -> list[Case]:
+def cases_of(
+    what: str,
+    run: RunConfig,
+    batches: list[int],
+    steps: list[int],
+    field: str,
+    values: list[str],
+    device: str = "cpu",
+    chosen: set[str] | None = None,
+) -> list[Case]:
     """Every value of the field, or every batch and number of steps; all checked before anything is measured."""
     cases = []
     for value in values or [""]:
@@ -197,6 +209,9 @@ def cases_of(what: str, run: RunConfig, batches: list[int], steps: list[int], fi
         own = replace(own, model=model.resolved(model.length, model.vocab_size or SYMBOLS))
         own.objective.check(own.model)
         if what == "train":
+            own = replace(own, training=as_fast_as_it_gets(own.training, device, {field, *(chosen or ())}))
+            check_precision(own.training, device)
+            attention_way(own.training, own.model, device)
             cases.append(Case(value, own, own.training.batch_size, 0))
             continue
         for count in own_steps:
@@ -215,6 +230,7 @@ def run_bench(
     vary: str = "",
     naive: bool = True,
     compare: bool = True,
+    chosen: set[str] | None = None,
     on_row: Callable[[str], None] = lambda label: None,
 ) -> dict:
     """All rows of `vmd bench`. `vary` is a field and its values, as in model.length=256,1024: one row for each of them.
@@ -224,10 +240,11 @@ def run_bench(
     """
     field, _, listed = vary.partition("=")
     values = [value for value in listed.split(",") if value]
-    require(not vary or len(values) >= 2, f"--vary {vary!r}: expected FIELD=VALUE,VALUE,... with two values or more")
+    several = bool(field) and len(set(values)) == len(values) >= 2
+    require(not vary or several, f"--vary {vary!r}: expected FIELD=VALUE,VALUE,... with two different values or more")
     windows, steps_per_window = (5, 10) if device == "cuda" else (3, 2)
     rows = []
-    for case in cases_of(what, run, batches, steps, field, values):
+    for case in cases_of(what, run, batches, steps, field, values, device, chosen):
         on_row(f"{field}={case.value}" if vary else f"batch {case.batch}" + (f", {case.steps} steps" if case.steps else ""))
         wants_naive = naive and not vary and (what == "train" or case.batch <= 64)
         try:
@@ -244,7 +261,9 @@ def run_bench(
                 found = bench_sampling(
                     case.run.model, device, case.batch, case.steps, naive=wants_naive, compare=compare and not vary
                 )
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
             found = {"error": "out of memory"}
         rows.append(({"value": case.value} if vary else {}) | found)
     record: dict[str, Any] = {"what": what, "vary": field, "configuration": to_dict(run), "hardware": hardware(device)}

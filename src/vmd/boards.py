@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vmd.config import InvalidInput, TrainingConfig
+from vmd.config import InvalidInput, TrainingConfig, require
+from vmd.distributed import world_size
 from vmd.model import VMD
 
+BOARD_FOLDER = "tensorboard"
 SHOWN = 8  # sequences per picture of samples
 LOOKS = 20  # times in a run that samples are drawn
 PAIRS = 2_000  # samples in a heat map
@@ -23,11 +25,14 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise InvalidInput("--tensorboard: not installed: pip install 'vmd[tensorboard]'") from None
-        self.make_writer = lambda: SummaryWriter(str(out / "tensorboard"))
+        folder = out / BOARD_FOLDER
+        require(not folder.is_file(), f"{folder}: a file: expected a folder to log to")
+        # A resumed run writes steps again that were logged after its checkpoint: those before it went.
+        self.make_writer = lambda step: SummaryWriter(str(folder), purge_step=step)
         self.writer: Any = None  # made when there is something to show: a run may be refused before
         self.model, self.steps = model, training.steps
         self.every = max(1, training.steps // LOOKS)
-        self.draws_samples = training.parallel == "ddp"  # weights spread over processes cannot be sampled by one
+        self.draws_samples = training.parallel == "ddp" or world_size() == 1  # one cannot sample weights that all share
 
     def __enter__(self) -> "Board":
         return self
@@ -38,9 +43,9 @@ class Board:
 
     def show(self, step: int, record: dict | None) -> None:
         """After every step; the record is None where no log line was written."""
-        self.writer = self.writer or self.make_writer()
+        self.writer = self.writer or self.make_writer(step)
         for name, value in (record or {}).items():
-            if name != "step":
+            if name != "step" and value is not None:
                 self.writer.add_scalar(f"train/{name}", value, step)
         if self.draws_samples and (step % self.every == 0 or step == self.steps):
             self.show_samples(step)

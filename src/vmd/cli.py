@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
 from contextlib import ExitStack
@@ -172,16 +173,16 @@ def train_run(
     """`chosen`: the fields that the user set, which are left alone; None: all are."""
     from dataclasses import replace
 
-    from vmd.boards import Board
+    from vmd.boards import BOARD_FOLDER, Board
     from vmd.data import TextData
     from vmd.data.arrays import parse_positions
     from vmd.diagnostics import advice
-    from vmd.distributed import one_after_the_first, rank, wait_for_all, world_size
+    from vmd.distributed import by_the_first, one_after_the_first, rank, world_size
     from vmd.evaluation import diagnose_model
     from vmd.files import claimed, make_folder, write_atomically
     from vmd.model import VMD
     from vmd.progress import progress_bar
-    from vmd.training import check_precision, fast_settings, train
+    from vmd.training import attention_way, check_precision, fast_settings, train
 
     with one_after_the_first():  # who prepares the data for all
         data = open_data(run, "train")
@@ -193,20 +194,28 @@ def train_run(
         fast = {name: v for name, v in fast_settings(run, device).items() if f"training.{name}" not in chosen}
         run = replace(run, training=replace(run.training, **fast))
     check_precision(run.training, device)
+    attention_way(run.training, run.model, device)
     run.objective.check(run.model)
     model = VMD(run.model, seed=run.training.seed).to(device)
-    board = Board(folder, model, run.training) if tensorboard and rank() == 0 else None
-    if not resume and rank() == 0:  # a new run, in a new folder or by --overwrite
-        make_folder(folder)
+    boards: list[Board] = []
+
+    def begin() -> None:
+        if tensorboard:
+            boards.append(Board(folder, model, run.training))
+        if resume:
+            return
+        make_folder(folder)  # a new run, in a new folder or by --overwrite
         with claimed(folder):  # not under the feet of another run
             for old in run_files(folder):
                 old.unlink(missing_ok=True)
+            shutil.rmtree(folder / BOARD_FOLDER, ignore_errors=True)
         if isinstance(data, TextData):
             write_atomically(folder / TOKENIZER_FILE, json.dumps(data.tokenizer.to_dict()))
-    wait_for_all()
+
+    by_the_first(begin)
     started = False
     with ExitStack() as stack:
-        if board is not None:
+        for board in boards:
             stack.enter_context(board)
         update = stack.enter_context(progress_bar(f"vmd train {run.data.name}", run.training.steps))
 
@@ -217,7 +226,7 @@ def train_run(
                 started = True
             text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
             update(done, text)
-            if board is not None:
+            for board in boards:
                 board.show(done, record)
 
         train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say)
@@ -343,7 +352,7 @@ def evaluate(
     from vmd.progress import progress_bar
     from vmd.tables import print_table
 
-    least = max(2, int(os.environ.get("WORLD_SIZE", "1")))
+    least = max(2, int(os.environ["WORLD_SIZE"]) if several_processes() else 1)
     require(n >= least, f"--n {n}: expected at least {least}")
     require(rows >= least, f"--rows {rows}: expected at least {least}")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
@@ -595,6 +604,7 @@ def bench(
         what,
         run,
         pick_device(device),
+        chosen={setting.partition("=")[0].strip() for setting in settings or []},
         batches=parse_counts("--batch", batch),
         steps=parse_counts("--steps", steps),
         vary=vary,
@@ -655,11 +665,12 @@ def pick_device(name: str) -> str:
 
 def several_processes() -> bool:
     """Whether torchrun started this one."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    size = os.environ.get("WORLD_SIZE", "")
+    return size.isdecimal() and int(size) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
 def first_process() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
+    return not several_processes() or os.environ["RANK"] == "0"
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -740,6 +751,12 @@ def write_array(path: Path, tokens: Any) -> None:
     write_atomically(path, buffer.getvalue())
 
 
+def lost_others(error: Exception) -> bool:
+    """Another process has gone, and the line of communication with it."""
+    closed = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
+    return closed or type(error).__module__.startswith("torch.distributed")
+
+
 def complain(text: str) -> None:
     """One process may fail where the others do not, so each says it; the first without its number."""
     print(f"vmd: {text}" if first_process() else f"vmd: process {os.environ.get('RANK')}: {text}", file=sys.stderr)
@@ -756,7 +773,8 @@ def main() -> None:
 
             leave()
     except InvalidInput as error:
-        complain(str(error))
+        if first_process() or type(error).__name__ != "FailedTogether":
+            complain(str(error))
         code = 2
     except KeyboardInterrupt:
         say("vmd: interrupted")
@@ -765,7 +783,10 @@ def main() -> None:
         if type(error).__name__ == "TrainingDiverged":
             say(f"vmd: {error}")  # all processes find it together
             code = 1
-        elif type(error).__name__ == "OutOfMemoryError":
+        elif several_processes() and lost_others(error):
+            complain(f"lost the other processes: {str(error).splitlines()[0]}")
+            code = 1
+        elif type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
             complain("out of memory: try training.accumulate, a smaller batch, --rows or model.latent.code_chunk")
             code = 1
         elif type(error).__name__ == "Stopped":

@@ -5,7 +5,7 @@ number of processes.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vmd.config import require
+from vmd.config import InvalidInput, require
 from vmd.masking import Rows
 
 T = TypeVar("T")
@@ -37,6 +37,11 @@ def leave() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def own_seed(seed: int) -> int:
+    """A seed for each process; the first keeps the one given."""
+    return seed if rank() == 0 else (seed * 0x9E3779B9 + rank() * 0x85EBCA6B) % 2**62
 
 
 def rank() -> int:
@@ -66,6 +71,26 @@ def my_share(count: int) -> range:
 def wait_for_all() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+class FailedTogether(InvalidInput):
+    """What the first process could not do; all processes give up, and it alone says why."""
+
+
+def by_the_first(action: Callable[[], None]) -> None:
+    """The first process does something for all. If it cannot, all fail alike instead of waiting for it."""
+    told: list[str | None] = [None]
+    if rank() == 0:
+        try:
+            action()
+        except InvalidInput as error:
+            if not dist.is_initialized():
+                raise
+            told = [str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told)
+    if told[0] is not None:
+        raise FailedTogether(told[0])
 
 
 @contextmanager
@@ -119,7 +144,10 @@ def parallel(model: nn.Module, kind: str, *, compiled: bool) -> nn.Module:
     device = next(model.parameters()).device
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # masks and tables, the same everywhere
         )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method

@@ -12,7 +12,7 @@ from vmd.data import ArrayData, Law, SudokuData, TextData
 from vmd.data.arrays import parse_positions
 from vmd.data.sudoku import keeps_clues, valid
 from vmd.diagnostics import Diagnostics, diagnose
-from vmd.distributed import gather_rows, my_share, rank, require_a_share
+from vmd.distributed import gather_rows, my_share, own_seed, require_a_share
 from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
@@ -115,7 +115,7 @@ def evaluate_puzzles(
     settings = [(count, rule) for count in steps for rule in RULES]
     for done, (count, rule) in enumerate(settings):
         on_part(done, len(settings))
-        generator = torch.Generator(model.device).manual_seed(seed + rank())
+        generator = torch.Generator(model.device).manual_seed(own_seed(seed))
         drawn = model.sample(
             prompt=puzzle - 1, steps=count, order=order, rule=rule, z=z, generator=generator, batch_size=rows_per_pass(model)
         )
@@ -169,7 +169,9 @@ def certified_row(
 ) -> list[dict]:
     """An upper bound on the bits of the sampler of that many steps in random order."""
     config = model.config
-    generator = torch.Generator(model.device).manual_seed(seed if isinstance(data, Law) else seed + rank())
+    generator = torch.Generator(model.device).manual_seed(
+        seed if isinstance(data, Law) and given is None else own_seed(seed)
+    )
     chunk = rows_per_pass(model)
     fixed = None if given is None else given.to(model.device)
 
@@ -203,7 +205,7 @@ def sample_rows(
     generator = torch.Generator(model.device)
     mine = my_share(n)
     for rule in RULES:
-        generator.manual_seed(seed + rank())
+        generator.manual_seed(own_seed(seed))
         prompt = torch.full((n, config.length), -1)
         if given is not None:  # what is given is true
             prompt = torch.where(given, data.draw(n, generator=torch.Generator().manual_seed(seed)), prompt)
@@ -225,7 +227,7 @@ def sample_rows(
 def objective_rows(model: VMD, data: Data, n: int, seed: int, fixed: Tensor | None) -> list[dict]:
     """The paper's objective in bits per maskable token, on n random rows with fresh masks."""
     config, device = model.config, model.device
-    generator = torch.Generator(device).manual_seed(seed + rank())
+    generator = torch.Generator(device).manual_seed(own_seed(seed))
     x0 = draw_rows(data, n, seed, device)
     mine = my_share(len(x0))
     fixed = None if fixed is None else fixed.to(device)

@@ -87,9 +87,9 @@ def forward_kernel(
     """One tile of queries of one head of one sequence."""
     ROW: tl.constexpr = 3 * H * D
     tiles = tl.cdiv(length, BM)
-    clean = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BM
-    batch, head = tl.program_id(1) // H, tl.program_id(1) % H
+    clean = tl.program_id(1) // tiles
+    first = tl.program_id(1) % tiles * BM
+    batch, head = tl.program_id(0) // H, tl.program_id(0) % H
     base = qkv + batch.to(tl.int64) * (2 * length * ROW) + head * D
     queries = 1 if NOISY_ONLY else 2
     positions = first + tl.arange(0, BM)
@@ -144,7 +144,7 @@ def forward_kernel(
     out_rows = batch.to(tl.int64) * (queries * length) + rows
     at = out_rows[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok[:, None])
-    tl.store(lse + tl.program_id(1).to(tl.int64) * (queries * length) + rows, top + tl.log2(total), mask=ok)
+    tl.store(lse + tl.program_id(0).to(tl.int64) * (queries * length) + rows, top + tl.log2(total), mask=ok)
 
 
 @triton.jit
@@ -174,9 +174,9 @@ def query_gradient_kernel(
     """Gradients of one tile of queries; also writes delta, the sum of out * dout, for the keys' kernel."""
     ROW: tl.constexpr = 3 * H * D
     tiles = tl.cdiv(length, BM)
-    clean = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BM
-    batch, head = tl.program_id(1) // H, tl.program_id(1) % H
+    clean = tl.program_id(1) // tiles
+    first = tl.program_id(1) % tiles * BM
+    batch, head = tl.program_id(0) // H, tl.program_id(0) % H
     place = batch.to(tl.int64) * (2 * length * ROW) + head * D
     base = qkv + place
     queries = 1 if NOISY_ONLY else 2
@@ -189,7 +189,7 @@ def query_gradient_kernel(
     do = load_rows(dout + out_base, rows, ok, H * D, D)
     o = load_rows(out + out_base, rows, ok, H * D, D)
     my_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    at = tl.program_id(1).to(tl.int64) * (queries * length) + rows
+    at = tl.program_id(0).to(tl.int64) * (queries * length) + rows
     tl.store(delta + at, my_delta, mask=ok)
     my_lse = tl.load(lse + at, mask=ok, other=0.0)
     query_block = positions // R
@@ -254,14 +254,14 @@ def key_gradient_kernel(
     ROW: tl.constexpr = 3 * H * D
     OUT_ROW: tl.constexpr = H * D
     tiles = tl.cdiv(length, BN)
-    clean = tl.program_id(0) // tiles
-    first = tl.program_id(0) % tiles * BN
-    batch, head = tl.program_id(1) // H, tl.program_id(1) % H
+    clean = tl.program_id(1) // tiles
+    first = tl.program_id(1) % tiles * BN
+    batch, head = tl.program_id(0) // H, tl.program_id(0) % H
     place = batch.to(tl.int64) * (2 * length * ROW) + head * D
     base = qkv + place
     queries = 1 if NOISY_ONLY else 2
     dout_base = dout + batch.to(tl.int64) * (queries * length * OUT_ROW) + head * D
-    at = tl.program_id(1).to(tl.int64) * (queries * length)
+    at = tl.program_id(0).to(tl.int64) * (queries * length)
     lse_base, delta_base = lse + at, delta + at
     positions = first + tl.arange(0, BN)
     ok = positions < length
@@ -324,7 +324,8 @@ def doubled_attention(
     lse = torch.empty(batch * heads, queries, device=qkv.device, dtype=torch.float32)
     sizes = tile_sizes("forward", head_dim)
     tiles = triton.cdiv(length, sizes["BM"]) * (1 if noisy_only else 2)
-    forward_kernel[(tiles, batch * heads)](
+    forward_kernel[(batch * heads, tiles)](  # the first axis of a grid is the long one
+       
         qkv.contiguous(), cos, sin, out, lse, length, head_dim**-0.5 * LOG2_E,
         H=heads, D=head_dim, R=block_size, OWN=own_clean_block, NOISY_ONLY=noisy_only, **sizes,
     )  # fmt: skip
@@ -345,22 +346,23 @@ def doubled_attention_backward(
 ) -> Tensor:  # fmt: skip
     batch, both, width = qkv.shape
     length, head_dim = both // 2, width // (3 * heads)
+    qkv = qkv.contiguous()
     dqkv = torch.zeros_like(qkv) if noisy_only else torch.empty_like(qkv)  # the clean queries were not asked
     delta = torch.empty_like(lse)
     same = {"H": heads, "D": head_dim, "R": block_size, "OWN": own_clean_block, "NOISY_ONLY": noisy_only}
     scale = head_dim**-0.5 * LOG2_E
     sizes = tile_sizes("queries", head_dim)
-    grid = (triton.cdiv(length, sizes["BM"]) * (1 if noisy_only else 2), batch * heads)
+    grid = (batch * heads, triton.cdiv(length, sizes["BM"]) * (1 if noisy_only else 2))
     query_gradient_kernel[grid](qkv, cos, sin, out, dout, lse, delta, dqkv, length, scale, **same, **sizes)
     sizes = tile_sizes("keys", head_dim)
-    grid = (2 * triton.cdiv(length, sizes["BN"]), batch * heads)
+    grid = (batch * heads, 2 * triton.cdiv(length, sizes["BN"]))
     key_gradient_kernel[grid](qkv, cos, sin, dout, lse, delta, dqkv, length, scale, **same, **sizes)
     return dqkv
 
 
 @doubled_attention_backward.register_fake
 def _(qkv, cos, sin, out, dout, lse, heads, block_size, own_clean_block, noisy_only):
-    return torch.empty_like(qkv)
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
 def keep_for_backward(ctx, inputs, output) -> None:

@@ -106,6 +106,7 @@ class VMD(nn.Module):
         record: as CUDA graphs, and by default if there is a GPU.
         """
         cuda = self.device.type == "cuda"
+        require(rows >= 1, f"a desk of {rows} rows: expected at least 1")
         require(not record or cuda, f"record=True: expected False on {self.device.type}: it needs a GPU")
         return Desk(self, rows, cache=cache, record=cuda if record is None else record, device=self.device)
 
@@ -131,11 +132,13 @@ class VMD(nn.Module):
         seeds, wanted = options.pop("seeds", None), len(prompt)
         if seeds is not None:
             require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
-        size = min(batch_size, len(prompt)) if desk is None else len(desk.canvas)
-        batches = -(-len(prompt) // size)
-        if desk is None and not options.get("trace"):
-            repeated = self.config.blocks * batches >= 8  # a recording pays for itself when it is replayed some times
-            desk = self.desk(size, cache=options.get("cache", True), record=None if repeated else False)
+        require(batch_size >= 1, f"batch_size={batch_size}: expected at least 1")
+        batches = -(-len(prompt) // (batch_size if desk is None else desk.rows))
+        size = -(-len(prompt) // batches) if desk is None else desk.rows
+        # A recording pays for itself when it is replayed some times.
+        repeated = self.config.blocks * batches * options.get("steps", 1) >= 8
+        if desk is None and self.device.type == "cuda" and repeated and not options.get("trace"):
+            desk = self.desk(size, cache=options.get("cache", True))
         if desk is not None:  # all batches have its size: the last is filled up, and what is over is thrown away
             over = batches * size - len(prompt)
             prompt = torch.cat([prompt, prompt[:1].expand(over, -1)])

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 @contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], None]]:
     """Yields `update(done, text)`. Off a terminal it writes a line for every tenth; of several processes the first does."""
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" and "MASTER_ADDR" in os.environ:
 
         def keep_quiet(done: int, text: str = "") -> None:
             pass

@@ -54,7 +54,8 @@ class Samples(NamedTuple):
     def first(self, rows: int) -> "Samples":
         if rows == len(self.tokens):
             return self
-        return self._replace(tokens=self.tokens[:rows], z=None if self.z is None else self.z[:rows])
+        trace = [Step(s.block, s.step, *(getattr(s, name)[:rows] for name in Step._fields[2:])) for s in self.trace]
+        return self._replace(tokens=self.tokens[:rows], z=None if self.z is None else self.z[:rows], trace=trace)
 
     @staticmethod
     def concatenate(parts: "list[Samples]") -> "Samples":
@@ -90,7 +91,7 @@ def hashed_uniforms(seeds: Tensor, start: int, count: int) -> Tensor:
     golden = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
     counter = torch.arange(start + 1, start + count + 1, device=seeds.device)
     bits = mix(mix(seeds).unsqueeze(1) + counter * golden)
-    return ((bits >> 11 & 0x1FFFFFFFFFFFFF).double() + 0.5) * 2.0**-53
+    return ((bits >> 12 & 0xFFFFFFFFFFFFF).double() + 0.5) * 2.0**-52  # 53 bits could round to 1
 
 
 class Noise:
@@ -225,7 +226,7 @@ class Desk:
         self.latents = None if shape is None else torch.zeros(shape, device=device)
         self.positions = torch.arange(config.block_size, device=device)  # of the block of now
         self.mask_id, self.r = config.vocab_size, config.block_size
-        self.record = record
+        self.model, self.rows, self.cached, self.record = model, rows, cache, record
         self.pool = torch.cuda.graph_pool_handle() if record else None
         self.seen: set[tuple] = set()
         self.recordings: dict[tuple, tuple[torch.cuda.CUDAGraph, Inputs, tuple[Tensor, Tensor, Tensor]]] = {}
@@ -311,9 +312,13 @@ def sample(
     require(generator is None or seeds is None, "generator and seeds: expected one of the two")
     if seeds is not None:
         require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
+        require(all(0 <= s < 2**63 for s in seeds), "seeds: expected numbers from 0 to 2^63")
     rows, r = len(prompt), config.block_size
     noise = Noise(rows, prompt.device, generator, seeds)
     desk = desk or Desk(model, rows, cache=cache, device=prompt.device)
+    require(desk.model is model, "a desk of another model: expected one made by this model's `desk`")
+    require(desk.rows == rows, f"a desk of {desk.rows} rows: expected {rows}, the rows of the prompt")
+    require(desk.cached == cache, f"cache={cache}: expected {desk.cached}, as the desk was made")
     desk.lay_out(prompt)
     how = Rule(order, rule, temperature, top_p)
     gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
@@ -327,7 +332,7 @@ def sample(
         random_order = noise.uniform(r)
         desk.go_to(block)
         if not has_gaps[block] and z_noise is not None:
-            desk.predictor.draw(desk.canvas, block, desk.latents, z_noise[:, 0])
+            desk.predictor.draw(desk.canvas, block, desk.latents, z_noise[:, -1])
         for step, count in enumerate(reveal_counts(gaps[:, block], steps)):
             if not has_gaps[block]:  # nothing to write in any row; the trace still shows the step, with nothing revealed
                 score = torch.full_like(random_order, -torch.inf)

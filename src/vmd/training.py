@@ -26,6 +26,7 @@ from vmd.data import Dataset, Puzzles
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import code_posterior, diagnose
 from vmd.distributed import (
+    by_the_first,
     forget_whole_weights,
     full,
     gradients_kept_local,
@@ -200,11 +201,11 @@ def precision(name: str) -> Iterator[None]:
 def check_precision(training: TrainingConfig, device: str) -> None:
     require(
         training.attention != "tiles" or (training.compile and device == "cuda"),
-        f"training.attention=tiles: expected dense on {device} or without training.compile",
+        f"training.attention=tiles on {device}: expected dense: tiles need a GPU and training.compile",
     )
     require(
         training.attention != "fused" or (training.precision != "float32" and device == "cuda"),
-        f"training.attention=fused: expected dense on {device} or in float32",
+        f"training.attention=fused on {device} in {training.precision}: expected dense: it needs a GPU, and bf16 or tf32",
     )
     require(not training.capture or device == "cuda", f"training.capture=true: expected false on {device}: it needs a GPU")
     require(not training.capture or world_size() == 1, "training.capture=true: expected false with several processes")
@@ -224,11 +225,15 @@ def attention_way(training: TrainingConfig, model: ModelConfig, device: str) -> 
 
     An ensemble stays with the dense mask, whatever is asked: kernels know nothing of a dimension of models.
     """
+    head = model.width // model.heads
     if training.attention != "auto":
+        known = ", ".join(map(str, KERNEL_HEADS))
+        fits = training.attention != "fused" or head in KERNEL_HEADS
+        require(fits, f"training.attention=fused with heads of size {head}: expected one of {known}, or another attention")
         return training.attention
     if device != "cuda" or model.blocks == 1 or model.length < 64:
         return "dense"
-    if training.precision != "float32" and model.width // model.heads in KERNEL_HEADS:
+    if training.precision != "float32" and head in KERNEL_HEADS:
         return "fused"
     return "tiles" if training.compile else "dense"
 
@@ -247,6 +252,11 @@ def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
         "compile": worth > 1e16,
         "precision": "bf16" if run.model.width >= 128 else "tf32",
     }
+
+
+def uncompiled(way: str) -> str:
+    """Tiles outside a compiled pass would make all scores."""
+    return "dense" if way == "tiles" else way
 
 
 KERNEL_HEADS = (32, 64, 128)  # sizes of a head that the kernels know
@@ -394,6 +404,7 @@ def train(
         isinstance(model, VMD) or (world_size() == 1 and training.accumulate == 1),
         "an ensemble: expected one process and training.accumulate=1",
     )
+    way = attention_way(training, model.config, device.type)
     rows = my_rows(training.batch_size) if world_size() > 1 else None
     leads = rank() == 0  # one process writes what all have done
     network = parallel(model, training.parallel, compiled=training.compile)
@@ -409,11 +420,8 @@ def train(
 
     with ExitStack() as stack:
         first, log = 0, []
-        if out is not None and leads:
-            make_folder(out)
-            stack.enter_context(claimed(out))
-            used = (out / "metrics.jsonl").exists() or bool(checkpoint_files(out))
-            require(resume or not used, f"{out} holds a run: resume it, or train into another folder")
+        if out is not None:
+            by_the_first(lambda: take_folder(out, resume, stack))
         if resume:
             require(out is not None, "resume: expected an output folder to resume from")
             first, told = load_newest_checkpoint(Path(out or ""), parameters, average, optimizer, to_dict(config))
@@ -422,7 +430,7 @@ def train(
             log = trim_log(Path(out or ""), first) if leads else []
         if out is not None and leads:
             write_atomically(out / "run.json", json.dumps(to_dict(config), indent=2))
-        stack.enter_context(attention_by(model, attention_way(training, model.config, device.type)))
+        stack.enter_context(attention_by(model, way))
         stop = stack.enter_context(StopSignals(out is not None))
         good = torch.ones((), dtype=torch.bool, device=device)  # read at log lines only: reading waits for the device
         bad_step = torch.zeros((), dtype=torch.long, device=device)
@@ -436,11 +444,12 @@ def train(
             bad_step = torch.where(good & ~finite, step, bad_step)
             good = good & finite
             if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * training.steps:
-                split_codes(model, batch, generator, fixed)
+                with attention_by(model, uncompiled(way)):
+                    split_codes(model, batch, generator, fixed)
             done, record = step + 1, None
             stopped_by = stop.received  # read once: a signal that comes later in this step waits for the next
             if world_size() > 1:  # all processes must stop after the same step
-                stopped_by = highest_of_all(stopped_by or 0) or None if done % AGREE_EVERY == 0 else None
+                stopped_by = highest_of_all(stopped_by or 0) or None
             saving = out is not None and (
                 done % training.checkpoint_every == 0 or done == training.steps or stopped_by is not None
             )
@@ -459,7 +468,8 @@ def train(
                 record |= {"seconds": now - started}
                 every = max(training.log_every, training.steps // 20)  # some twenty times in a run
                 if isinstance(model, VMD) and (done % every < training.log_every or done == training.steps):
-                    record |= latent_record(model, batch, fixed, generator)
+                    with attention_by(model, uncompiled(way)):
+                        record |= latent_record(model, batch, fixed, generator)
                 last_time, last_step = time.perf_counter(), done
                 log.append(record)
                 if out is not None and leads:
@@ -483,7 +493,11 @@ def train(
     return log
 
 
-AGREE_EVERY = 10  # steps between the moments at which several processes ask each other whether to stop
+def take_folder(out: Path, resume: bool, stack: ExitStack) -> None:
+    make_folder(out)
+    stack.enter_context(claimed(out))
+    used = (out / "metrics.jsonl").exists() or bool(checkpoint_files(out))
+    require(resume or not used, f"{out} holds a run: resume it, or train into another folder")
 
 
 def divergence(step: int, training: TrainingConfig, out: Path | None) -> str:
