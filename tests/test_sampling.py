@@ -744,3 +744,50 @@ def test_samples_under_autocast(z_config):
     model = tiny_model(6, 2, z=z_config)
     with torch.autocast("cpu", torch.bfloat16):
         assert model.sample(3, steps=2).tokens.shape == (3, 6)
+
+
+# Revising
+
+
+class ChangesItsMind(FixedLogits):
+    """Sure of a wrong first token at first; once the second is written it knows better."""
+
+    def predict(self, canvas, block, z, noise=None):
+        logits = super().predict(canvas, block, z).clone()
+        knows = canvas[:, 1] != self.config.vocab_size
+        logits[knows, 0] = torch.tensor([0.0, 9.0, 0.0]).double()
+        return logits
+
+
+@pytest.mark.parametrize("order", ["prob", "margin"])
+def test_what_the_model_has_come_to_doubt_is_written_anew(order):
+    doubts = ChangesItsMind(torch.tensor([[8.0, 0, 0], [0, 5.0, 0], [0, 0, 1.0], [0.5, 0, 0]]).double())
+    options = {"steps": 4, "order": order, "rule": "argmax"}
+    assert sample(doubts, gaps(2, 4), **options).tokens.tolist() == [[0, 1, 2, 0]] * 2
+    assert sample(doubts, gaps(2, 4), revise=True, **options).tokens.tolist() == [[1, 1, 2, 0]] * 2
+
+
+@pytest.mark.parametrize("order", ["prob", "margin", "entropy"])
+@pytest.mark.parametrize("rule", RULES)
+def test_revising_leaves_no_gap_and_no_given_token_moves(order, rule):
+    model = tiny_model(8, 4, z=codes())
+    prompt = gaps(12, 8)
+    prompt[::2, 1] = prompt[::3, 5:7] = 2
+    drawn = model.sample(prompt=prompt, steps=3, order=order, rule=rule, revise=True, seeds=range(12), trace=True)
+    assert int(drawn.tokens.max()) < 5
+    assert bool((drawn.tokens == prompt)[prompt >= 0].all())
+    masked = [int((step.canvas[:, 4 * step.block : 4 * step.block + 4] == 5).sum()) for step in drawn.trace]
+    assert masked[0] >= masked[1] >= masked[2] == 0  # as many are kept as without
+    assert masked[3] >= masked[4] >= masked[5] == 0
+
+
+def test_without_doubts_revising_changes_nothing():
+    logits = torch.randn(6, 5, generator=seeded()).double()
+    options = {"steps": 3, "order": "prob", "rule": "argmax"}
+    plain, revised = (sample(FixedLogits(logits), gaps(3, 6), revise=r, **options).tokens for r in (False, True))
+    assert torch.equal(plain, revised)
+
+
+def test_random_orders_have_nothing_to_doubt():
+    with pytest.raises(InvalidInput, match="revise"):
+        tiny_model().sample(2, order="random", revise=True)

@@ -254,6 +254,9 @@ def sample(
     temperature: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     z: Annotated[str, typer.Option(help="once per block, or fresh for every step.")] = "once",
+    revise: Annotated[
+        bool, typer.Option("--revise", help="A step may mask again what an earlier one wrote, where the model has doubts.")
+    ] = False,
     prompt: Annotated[
         str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'; of text, how it begins.")
     ] = None,
@@ -294,6 +297,7 @@ def sample(
         temperature=temperature,
         top_p=top_p,
         z=z,
+        revise=revise,
         cache=cache,
         seeds=[step_seed(seed, i) for i in mine or [0]],
         trace=trace,
@@ -311,6 +315,7 @@ def sample(
         f"n {n}, rule {rule}, order {order}, {steps} step{'s' if steps > 1 else ''} per block, NFE {drawn.nfe}"
         + (f", {drawn.cache_passes} passes to fill the cache" if drawn.cache_passes else "")
         + (f", z {z}" if config.has_latent else "")
+        + (", revising" if revise else "")
     )
 
 
@@ -323,6 +328,9 @@ def evaluate(
     z: Annotated[
         str, typer.Option(help="once or fresh. A bound for once takes N passes a row, for fresh at most 8.")
     ] = "once",
+    revise: Annotated[
+        bool, typer.Option("--revise", help="Of puzzles: steps may mask again what earlier ones wrote.")
+    ] = False,
     iwae: Annotated[str, typer.Option(help="Samples of z in the bounds of a Gaussian latent, as in 1,16.")] = "1,16",
     n: Annotated[int, typer.Option("-n", "--n", help="Samples drawn of data whose law is known.")] = 20_000,
     rows: Annotated[int, typer.Option(help="Rows scored.")] = 2_000,
@@ -382,8 +390,9 @@ def evaluate(
 
         same = {"order": order, "z": z, "rows_scored": rows, "seed": seed, "on_part": on_part}
         if isinstance(loaded_data, SudokuData):
-            scores = evaluate_puzzles(loaded, loaded_data, counts, **same)  # type: ignore[arg-type]
+            scores = evaluate_puzzles(loaded, loaded_data, counts, revise=revise, **same)  # type: ignore[arg-type]
         else:
+            require(not revise, "--revise: expected with puzzles: samples that are revised have no certified likelihood")
             scores = evaluate_model(loaded, loaded_data, counts, iwae=draws, n=n, fixed=fixed, **same)  # type: ignore[arg-type]
     if rank() != 0:
         return

@@ -90,6 +90,7 @@ def evaluate_puzzles(
     *,
     order: str = "prob",
     z: str = "once",
+    revise: bool = False,
     rows_scored: int = 2_000,
     seed: int = 0,
     on_part: Callable[[int, int], None] = lambda done, total: None,
@@ -117,12 +118,19 @@ def evaluate_puzzles(
         on_part(done, len(settings))
         generator = torch.Generator(model.device).manual_seed(own_seed(seed))
         drawn = model.sample(
-            prompt=puzzle - 1, steps=count, order=order, rule=rule, z=z, generator=generator, batch_size=rows_per_pass(model)
+            prompt=puzzle - 1,
+            steps=count,
+            order=order,
+            rule=rule,
+            z=z,
+            revise=revise,
+            generator=generator,
+            batch_size=rows_per_pass(model),
         )
         grids = drawn.tokens.cpu() + 1
         solved = gather_rows(valid(grids) & keeps_clues(grids, puzzle)).double()
         about = f"rule {rule}, order {order}, {per_block(count)}, NFE {drawn.nfe}, {len(solved)} puzzles"
-        about += f", z {z}" if config.has_latent else ""
+        about += (f", z {z}" if config.has_latent else "") + (", revising" if revise else "")
         stderr = float((solved.mean() * (1 - solved.mean()) / len(solved)) ** 0.5)
         found.append(row("solved, %", 100 * float(solved.mean()), 100 * stderr, about))
         blanks = gather_rows(((grids == solution) & (puzzle == 0)).sum(-1) / (puzzle == 0).sum(-1)).double()

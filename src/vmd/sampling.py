@@ -141,6 +141,17 @@ def confidence(probabilities: Tensor, order: str) -> Tensor:
     raise ValueError(f"order={order!r}: expected one of {', '.join(ORDERS)}")
 
 
+def confidence_in(probabilities: Tensor, tokens: Tensor, order: str) -> Tensor:
+    """How sure the model still is of tokens (...,) that are already written, by the same measure."""
+    if order == "entropy":
+        return confidence(probabilities, order)
+    own = probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    if order == "prob" or probabilities.shape[-1] == 1:
+        return own
+    others = probabilities.scatter(-1, tokens.unsqueeze(-1), 0.0)
+    return own - others.amax(-1)
+
+
 def first_by(score: Tensor, count: Tensor) -> Tensor:
     """True at the `count` (...) positions of the highest score (..., r); of equals the first."""
     return score.argsort(dim=-1, descending=True, stable=True).argsort(-1) < count.unsqueeze(-1)
@@ -198,6 +209,7 @@ class Rule(NamedTuple):
     rule: str
     temperature: float
     top_p: float
+    revise: bool
 
 
 class Inputs(NamedTuple):
@@ -222,6 +234,7 @@ class Desk:
         self.predictor = model.predictor(rows, cached=cache, **options)
         self.prepare = getattr(self.predictor, "prepare", lambda block: None)
         self.canvas = torch.zeros(rows, config.length, dtype=torch.long, device=device)
+        self.given = torch.zeros(rows, config.length, dtype=torch.bool, device=device)
         shape = model.latent_shape(rows)
         self.latents = None if shape is None else torch.zeros(shape, device=device)
         self.positions = torch.arange(config.block_size, device=device)  # of the block of now
@@ -233,6 +246,7 @@ class Desk:
 
     def lay_out(self, prompt: Tensor) -> None:
         self.canvas.copy_(torch.where(prompt < 0, self.mask_id, prompt))
+        self.given.copy_(prompt >= 0)
         if self.latents is not None:
             self.latents.zero_()
         if hasattr(self.predictor, "start_again"):
@@ -270,10 +284,21 @@ class Desk:
         tokens = logits.argmax(-1) if uniforms is None else draw_tokens(logits, uniforms, how.temperature, how.top_p)
         before = self.canvas.index_select(1, self.positions)
         masked = before == self.mask_id
-        score = confidence(logits.double().softmax(-1), how.order) if random_order is None else random_order
-        score = score.masked_fill(~masked, -torch.inf)
-        revealed = masked & first_by(score, quota)
-        self.canvas.index_copy_(1, self.positions, torch.where(revealed, tokens, before))
+        probabilities = None if random_order is not None else logits.double().softmax(-1)
+        score = confidence(probabilities, how.order) if probabilities is not None else random_order
+        assert score is not None
+        if how.revise and probabilities is not None:
+            given = self.given.index_select(1, self.positions)
+            written = confidence_in(probabilities, torch.where(masked, 0, before), how.order)
+            score = torch.where(masked, score, written).masked_fill(given, -torch.inf)
+            kept = first_by(score, quota) & ~given
+            after = torch.where(kept, torch.where(masked, tokens, before), torch.where(given, before, self.mask_id))
+            revealed = kept & masked
+        else:
+            score = score.masked_fill(~masked, -torch.inf)
+            revealed = masked & first_by(score, quota)
+            after = torch.where(revealed, tokens, before)
+        self.canvas.index_copy_(1, self.positions, after)
         return revealed, score, masked
 
 
@@ -288,6 +313,7 @@ def sample(
     temperature: float = 1.0,
     top_p: float = 1.0,
     z: str = "once",
+    revise: bool = False,
     cache: bool = True,
     generator: torch.Generator | None = None,
     seeds: Sequence[int] | None = None,
@@ -302,6 +328,8 @@ def sample(
     order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy.
     rule: argmax (the paper's) or sample (temperature, top_p).
     z: drawn once per block (the paper's), or fresh for every step.
+    revise: a step keeps the surest of all tokens of the block so far, and masks again what an earlier one wrote and the
+        model has come to doubt (as in Ye et al. 2025). Such samples have no certified likelihood.
     cache: keep keys and values of finished blocks; off, every evaluation runs over the whole prefix again.
     generator or seeds: with one seed per row, a row's result does not depend on the rest of its batch.
     desk: of an earlier batch of as many rows, to use what it recorded.
@@ -320,7 +348,8 @@ def sample(
     require(desk.rows == rows, f"a desk of {desk.rows} rows: expected {rows}, the rows of the prompt")
     require(desk.cached == cache, f"cache={cache}: expected {desk.cached}, as the desk was made")
     desk.lay_out(prompt)
-    how = Rule(order, rule, temperature, top_p)
+    require(not revise or order != "random", "revise: expected order prob, margin or entropy: what to doubt is not random")
+    how = Rule(order, rule, temperature, top_p, revise)
     gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
     has_gaps = gaps.any(0).tolist()  # for all blocks at once: it waits for the device
     nfe, cache_passes, steps_taken = 0, 0, []
@@ -333,7 +362,8 @@ def sample(
         desk.go_to(block)
         if not has_gaps[block] and z_noise is not None:
             desk.predictor.draw(desk.canvas, block, desk.latents, z_noise[:, -1])
-        for step, count in enumerate(reveal_counts(gaps[:, block], steps)):
+        counts = reveal_counts(gaps[:, block], steps)
+        for step, count in enumerate(counts.cumsum(0) if revise else counts):
             if not has_gaps[block]:  # nothing to write in any row; the trace still shows the step, with nothing revealed
                 score = torch.full_like(random_order, -torch.inf)
                 revealed = masked = torch.zeros_like(random_order, dtype=torch.bool)
