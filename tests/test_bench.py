@@ -14,6 +14,7 @@ from vmd.config import LatentConfig, ModelConfig, RunConfig, TrainingConfig
 from vmd.flops import forward_flops
 from vmd.masking import draw_masks
 from vmd.model import VMD
+from vmd.presets import preset
 
 SMALL = ("model.length=16", "model.layers=2", "model.width=16", "model.heads=2", "model.latent.codes=4")
 TINY = settings(*SMALL, "training.batch_size=4")
@@ -103,6 +104,11 @@ def test_growth_has_a_row_for_every_value_and_an_exponent(what, vary, values):
     assert isinstance(record["exponent"], float)
     headers, lines = bench_table(record)
     assert all(len(line) == len(headers) for line in lines)
+
+
+def test_a_preset_with_data_has_its_sizes():
+    (case,) = cases_of("train", preset("d1-block2-paper"), [1], [1], "", [])
+    assert (case.run.model.length, case.run.model.vocab_size, case.batch) == (4, 10, 10_000)
 
 
 def test_every_batch_is_sampled_with_every_number_of_steps():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vmd.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, override_all, require, to_dict
+from vmd.data.synthetic import law
 from vmd.files import hardware
 from vmd.flops import forward_flops
 from vmd.masking import Rows
@@ -205,8 +206,11 @@ def cases_of(
         elif field:
             own = override_all(run, [f"{field}={value}"])
         model = own.model
-        require(model.length > 0, "model.length: give it by --set")
-        own = replace(own, model=model.resolved(model.length, model.vocab_size or SYMBOLS))
+        length, symbols = model.length, model.vocab_size or SYMBOLS
+        if own.data.name:  # a preset with data of its own
+            length, symbols = law(own.data.name).length, law(own.data.name).vocab_size
+        require(length > 0, "model.length: give it by --set")
+        own = replace(own, model=model.resolved(length, symbols))
         own.objective.check(own.model)
         if what == "train":
             own = replace(own, training=as_fast_as_it_gets(own.training, device, {field, *(chosen or ())}))

@@ -13,6 +13,26 @@ from vmd.masking import Rows
 ON_DEVICE = 2**31  # tokens up to which an array is kept on the GPU that trains on it
 
 
+class EpochOrder:
+    """Which of `count` rows a step sees: all in every epoch, in a new order each; a function of (seed, step) alone."""
+
+    def __init__(self, count: int, seed: int, shuffled: bool = True):
+        self.count, self.seed, self.shuffled = count, seed, shuffled
+        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
+
+    def rows(self, step: int, size: int, rows: Rows | None = None) -> np.ndarray:
+        start, stop, _ = rows or Rows(0, size, size)
+        epochs, index = np.divmod(np.arange(step * size + start, step * size + stop, dtype=np.int64), self.count)
+        for epoch in np.unique(epochs) if self.shuffled else []:
+            index[epochs == epoch] = self.permutation(int(epoch))[index[epochs == epoch]]
+        return index
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        if epoch != self._epoch:
+            self._epoch, self._permutation = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.count)
+        return self._permutation
+
+
 class ArrayData:
     """Rows of a token array, shuffled anew every epoch. Which rows a step sees is a function of (seed, step) alone."""
 
@@ -26,19 +46,14 @@ class ArrayData:
         self.tokens, self.name, self.seed = tokens, name, seed
         self.length, self.vocab_size = tokens.shape[1], high + 1
         self.symbols: tuple[str, ...] = ()
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._order = EpochOrder(len(tokens), seed)
         self._kept: dict[str, Tensor] = {}  # the tokens on a device
 
     def batch(
         self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
     ) -> Tensor:
         """(size, L), or these rows of it; `generator` is not needed: the order is fixed by the seed."""
-        count, (start, stop, _) = len(self.tokens), rows or Rows(0, size, size)
-        positions = np.arange(step * size + start, step * size + stop, dtype=np.int64)
-        index = np.empty(len(positions), dtype=np.int64)
-        for epoch in np.unique(positions // count):
-            here = positions // count == epoch
-            index[here] = self._permutation(int(epoch))[positions[here] % count]
+        index = self._order.rows(step, size, rows)
         if torch.device(device or "cpu").type == "cuda" and self.tokens.size <= ON_DEVICE:
             if str(device) not in self._kept:
                 small = np.uint8 if self.vocab_size <= 256 else np.int32
@@ -52,11 +67,6 @@ class ArrayData:
     def rows_at(self, index: np.ndarray) -> Tensor:
         """(n, L): rows by their numbers."""
         return torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64))
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.tokens))
-        return self._order
 
 
 def load_array(path: str | Path, seed: int = 0) -> ArrayData:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, require, require_choice, require_range
-from vmd.data.arrays import ON_DEVICE
+from vmd.data.arrays import ON_DEVICE, EpochOrder
 from vmd.files import claimed, make_folder, read_json, write_atomically
 from vmd.masking import Rows
 
@@ -719,7 +719,7 @@ class TextData:
         require(len(self._starts) > 0, f"{path}: {longest}: too short: expected at least {length}, one chunk")
         # Copy on write: the file cannot change, and torch takes the map as it is.
         self.tokens = np.memmap(path, dtype=_id_type(self.vocab_size), mode="c")
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._order = EpochOrder(len(self._starts), seed, shuffled=split == "train")
         self._kept: dict[str, Tensor] = {}  # the tokens on a device
 
     def __len__(self) -> int:
@@ -729,14 +729,7 @@ class TextData:
         self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
     ) -> Tensor:
         """(size, L), or these rows of it; `generator` is not needed: the order is fixed by the seed."""
-        count, (start, stop, _) = len(self), rows or Rows(0, size, size)
-        positions = np.arange(step * size + start, step * size + stop, dtype=np.int64)
-        index = positions % count
-        if self.split == "train":
-            for epoch in np.unique(positions // count):
-                here = positions // count == epoch
-                index[here] = self._permutation(int(epoch))[index[here]]
-        return self._chunks(index, device)
+        return self._chunks(self._order.rows(step, size, rows), device)
 
     def row(self, index: int) -> Tensor:
         """(L,): a chunk by its place in the text."""
@@ -765,11 +758,6 @@ class TextData:
 
     def _keeps(self, device) -> bool:
         return torch.device(device or "cpu").type == "cuda" and self.tokens.size <= ON_DEVICE
-
-    def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
-        return self._order
 
 
 def _require_digest(path: Path, expected: str) -> None:
