@@ -434,3 +434,45 @@ def test_parameters_are_counted_where_they_live():
         assert counts["pathway"] > 0
     assert learned.parameter_counts()["prior"] == sum(p.numel() for p in learned.prior_network.parameters())
     assert coded.parameter_counts()["prior"] == coded.parameter_counts()["encoder"] == 0
+
+
+# The paper's Sudoku network: one modulation for all layers, gated pooling
+
+
+def test_a_shared_modulation_is_one_modulation_in_every_layer():
+    own = tiny_model(6, 2, z=latent())
+    shared = tiny_model(6, 2, z=dataclasses.replace(latent(), shared_modulation=True), seed=1)
+    state = own.state_dict()
+    first = state["decoder.trunk.blocks.0.modulation.weight"]
+    ours = {name: t for name, t in state.items() if ".modulation." not in name or name.startswith("encoder")}
+    shared.load_state_dict(ours | {"decoder.trunk.modulation.weight": first})
+    own.load_state_dict(state | {name: first for name in state if ".blocks." in name and ".modulation." in name})
+    x0, mask, z = inputs(6, 2)
+    xt = apply_mask(x0, mask, V)
+    torch.testing.assert_close(logits_of(own, xt, x0, z), logits_of(shared, xt, x0, z))
+
+
+def test_a_shared_modulation_costs_one_layer_s():
+    own, shared = (
+        tiny_model(6, 2, z=dataclasses.replace(latent(), shared_modulation=s)).parameter_counts() for s in (False, True)
+    )
+    assert own["pathway"] - shared["pathway"] == 6 * 16 * 16  # of two layers
+    assert own["backbone"] == shared["backbone"]
+
+
+def test_a_gated_pool_leaves_the_prompt_out():
+    config = tiny_config(6, 6, z=dataclasses.replace(latent(), pool="gated"), prompt=4)
+    pool = VMD(config).encoder.pool
+    h = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    pooled = pool(h, 1)
+    h[:, :4] += 10
+    assert torch.equal(pool(h, 1), pooled)
+    h[:, 5] += 1
+    assert not torch.equal(pool(h, 1), pooled)
+
+
+def test_a_gated_pool_without_preferences_is_the_mean():
+    pool = VMD(tiny_config(6, 2, z=dataclasses.replace(latent(), pool="gated"))).encoder.pool
+    torch.nn.init.zeros_(pool.gate.weight)
+    h = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(pool(h, 3), h.unflatten(1, (3, 2)).mean(2))

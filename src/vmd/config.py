@@ -43,6 +43,8 @@ class LatentConfig:
     encoder_stream: Literal["single", "doubled"] = "single"  # (x0, mask bit), or the paper's [xt ; x0]
     encoder_sees_mask: bool = True  # the paper's q(z | x0, xt); off: q(z | x0), one meaning of z for all steps
     on_clean: bool = False  # z^b also modulates the clean block b, so that later blocks see it (the paper's z^{<=b})
+    pool: Literal["mean", "gated"] = "mean"  # how the encoder sums up a block; gated: a learned weighted mean
+    shared_modulation: bool = False  # one adaptive norm for all layers (the paper's Sudoku; DiT-Air), not one for each
     prior: Literal["normal", "learned"] = "normal"  # the paper's N(0, I), or p(z^b | revealed tokens, earlier blocks)
     prior_layers: int = 1  # of the network of a learned prior
     # categorical
@@ -86,6 +88,7 @@ class ModelConfig:
     width: int = 64
     heads: int = 4
     mlp_ratio: int = 4
+    prompt: int = 0  # the first tokens, which are always given (with data.fixed): a gated pool leaves them out
     board: bool = False  # tokens are the cells of a square board: its rows, columns and boxes have embeddings
     latent: LatentConfig = field(default_factory=LatentConfig)
     symbols: tuple[str, ...] = ()  # what the token ids stand for, if they have names
@@ -98,6 +101,11 @@ class ModelConfig:
         require_range("model.width", self.width, 2, 65_536)
         require_range("model.heads", self.heads, 1, self.width)
         require_range("model.mlp_ratio", self.mlp_ratio, 1, 64)
+        require_range("model.prompt", self.prompt, 0)
+        require(
+            not self.length or self.prompt < self.length,
+            f"model.prompt={self.prompt}: expected fewer than the {self.length} tokens of a sequence",
+        )
         require(
             self.width % (2 * self.heads) == 0,
             f"model.width={self.width}: expected a multiple of 2 * model.heads = {2 * self.heads}",

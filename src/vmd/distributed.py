@@ -155,12 +155,15 @@ def parallel(model: nn.Module, kind: str, *, compiled: bool) -> nn.Module:
     from vmd.network import Block
 
     mesh = init_device_mesh(device.type, (world_size(),))
+    # Layers that see codes also run to record keys alone; such an output has no gradient, which sharding needs.
+    decoder: Any = model.get_submodule("decoder")
+    codes = decoder.config.latent.kind == "categorical"
+    see_codes = list(decoder.trunk.blocks)[decoder.trunk.first_conditioned :] if codes else []
     for part in model.modules():
         if isinstance(part, Block):
             if compiled:
                 part.compile()
-            # Layers that see codes also run to record keys alone; such an output has no gradient, which sharding needs.
-            if part.modulation is None or model.config.latent.kind == "gaussian":  # type: ignore[union-attr]
+            if part not in see_codes:
                 fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     for method in ("codes", "encode", "denoise", "gaussian_prior"):  # what diagnostics call

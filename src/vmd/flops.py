@@ -36,7 +36,8 @@ def forward_flops(config: ModelConfig) -> float:
             total += one_stream(z.encoder_layers, block_causal)
         total += blocks * 2 * d * 2 * z.dim  # its head
         streams = 2 if blocks > 1 and z.on_clean else 1
-        total += streams * blocks * 2 * (c.layers * 6 * d * d) + blocks * 2 * (z.dim * d + d * d + 2 * d * d)
+        modulations = 1 if z.shared_modulation else c.layers
+        total += streams * blocks * 2 * (modulations * 6 * d * d) + blocks * 2 * (z.dim * d + d * d + 2 * d * d)
         if z.prior == "learned":
             total += network(z.prior_layers) + blocks * 2 * d * 2 * z.dim
     if z.kind == "categorical":
@@ -44,7 +45,7 @@ def forward_flops(config: ModelConfig) -> float:
         times = z.codes if z.code_layers else 1
         if z.code_layers:  # the noisy stream runs through the last layers for every code, not once
             total += (z.codes - 1) * one_stream(z.code_layers, own + before)
-            total += z.codes * z.code_layers * blocks * 2 * 6 * d * d  # modulations
+            total += z.codes * (1 if z.shared_modulation else z.code_layers) * blocks * 2 * 6 * d * d  # modulations
             total += (z.codes - 1) * 2 * length * d * c.vocab_size
         if z.head == "bilinear":
             rank = z.head_dim or d

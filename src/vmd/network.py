@@ -65,13 +65,18 @@ class Block(nn.Module):
         cache: Keys | None,
         layer: int,
         keep: int | None = None,
+        modulations: Tensor | None = None,
     ) -> Tensor:
-        """With `keep`, only the first tokens come out; the others are keys and values to them."""
-        if self.modulation is None or condition is None:
+        """With `keep`, only the first tokens come out; the others are keys and values to them.
+
+        Modulations (B, C, 6 D) are the layer's own function of the condition, or given where all layers share them.
+        """
+        if modulations is None and self.modulation is not None and condition is not None:
+            modulations = self.modulation(condition)
+        if modulations is None:
             h = h[:, :keep] + self.attention(self.attention_norm(h), angles, visible, cache, layer, keep)
             return h + self.mlp(self.mlp_norm(h))
-        modulations = self.modulation(condition)  # (B, C, 6 D)
-        unconditioned = h.shape[1] // self.block_size - condition.shape[1]
+        unconditioned = h.shape[1] // self.block_size - modulations.shape[1]
         if unconditioned:
             modulations = F.pad(modulations, (0, 0, 0, unconditioned))
         shift1, scale1 = modulations.chunk(6, dim=-1)[:2]
@@ -120,13 +125,16 @@ class Trunk(nn.Module):
     def __init__(self, config: ModelConfig, layers: int, conditioned: int = 0):
         """The last `conditioned` layers have adaptive norms."""
         super().__init__()
+        own = not config.latent.shared_modulation
         head_dim = config.width // config.heads
         self.token = nn.Embedding(config.vocab_size + 1, config.width)  # the last row is [MASK]
         self.position = nn.Embedding(config.length, config.width)
         self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, config.mlp_ratio, config.block_size, layer >= layers - conditioned)
+            Block(config.width, config.heads, config.mlp_ratio, config.block_size, own and layer >= layers - conditioned)
             for layer in range(layers)
         )
+        self.modulation = None if own or not conditioned else nn.Linear(config.width, 6 * config.width, bias=False)
+        self.first_conditioned = layers - conditioned
         self.norm = nn.LayerNorm(config.width)
         self.lines: nn.ModuleList | None = None
         if config.board:
@@ -175,9 +183,11 @@ class Trunk(nn.Module):
         cache: Keys | None,
         keep: int | None = None,
     ) -> Tensor:
+        shared = None if condition is None or self.modulation is None else self.modulation(condition)
         for layer in layers:
             kept = keep if layer == layers[-1] else None
-            h = self.blocks[layer](h, self.angles[positions], visible, condition, cache, layer, kept)
+            given = shared if layer >= self.first_conditioned else None
+            h = self.blocks[layer](h, self.angles[positions], visible, condition, cache, layer, kept, given)
         return h
 
 
@@ -451,6 +461,24 @@ class MeanPool(nn.Module):
         return h.unflatten(1, (blocks, -1)).mean(2)
 
 
+class GatedPool(nn.Module):
+    """The same with learned weights: a score for every position, softmax over the block's, the prompt's left out."""
+
+    outside: Tensor
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate = nn.Linear(config.width, 1)
+        outside = (torch.arange(config.length) < config.prompt).unflatten(0, (config.blocks, -1))
+        outside = outside & ~outside.all(1, keepdim=True)  # a block that is all prompt has no z to speak of
+        self.register_buffer("outside", outside, persistent=False)
+
+    def forward(self, h: Tensor, blocks: int) -> Tensor:
+        h = h.unflatten(1, (blocks, -1))  # (B, blocks, r, D)
+        scores = self.gate(h).squeeze(-1).float().masked_fill(self.outside, -torch.inf)
+        return (scores.softmax(-1).to(h.dtype).unsqueeze(-1) * h).sum(2)
+
+
 class Encoder(nn.Module):
     """q(z^b | xt^b, x0^{<=b}), on the paper's doubled stream [xt ; x0] or on a single stream of (x0, mask bit).
 
@@ -463,7 +491,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.trunk = Trunk(config, config.latent.encoder_layers)
-        self.pool = MeanPool()
+        self.pool = MeanPool() if config.latent.pool == "mean" else GatedPool(config)
         self.head = nn.Linear(config.width, 2 * config.latent.dim)
         length, r, sees_mask = config.length, config.block_size, config.latent.encoder_sees_mask
         if config.latent.encoder_stream == "doubled":
