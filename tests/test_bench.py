@@ -9,12 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from command import refused, settings, succeeds
 from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, tiny_config
-from vmd.bench import bench_table, cases_of, exponent, run_bench
-from vmd.config import LatentConfig, ModelConfig, RunConfig, TrainingConfig
+from vmd.bench import as_fast_as_it_gets, bench_table, cases_of, exponent, run_bench
+from vmd.config import InvalidInput, LatentConfig, ModelConfig, RunConfig, TrainingConfig
 from vmd.flops import forward_flops
 from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.presets import preset
+from vmd.training import check_attention, fast_settings
 
 SMALL = ("model.length=16", "model.layers=2", "model.width=16", "model.heads=2", "model.latent.codes=4")
 TINY = settings(*SMALL, "training.batch_size=4")
@@ -138,3 +139,37 @@ def test_every_batch_is_sampled_with_every_number_of_steps():
 )
 def test_bad_requests_get_one_line(words, named, tmp_path):
     assert named in refused("bench", *words, "--device", "cpu", folder=tmp_path)
+
+
+# What `--fast` chooses
+
+
+def of_heads(size: int, blocks: int = 64, **training) -> RunConfig:
+    model = ModelConfig(27, 4 * blocks, 4, width=8 * size, heads=8, latent=NO_LATENT)
+    return RunConfig(model, training=TrainingConfig(**training))
+
+
+def test_kernels_are_chosen_where_they_fit_and_pay():
+    chosen = [
+        fast_settings(run, "cuda")["attention"] for run in (of_heads(32), of_heads(24), of_heads(32, 1), of_heads(32, 8))
+    ]
+    assert chosen == ["fused", "dense", "dense", "dense"]
+
+
+def test_only_long_runs_are_compiled():
+    assert not fast_settings(of_heads(32, steps=10, batch_size=8), "cuda")["compile"]
+    assert fast_settings(of_heads(32, steps=10_000, batch_size=512), "cuda")["compile"]
+
+
+def test_nothing_is_chosen_without_a_gpu():
+    assert fast_settings(of_heads(32), "cpu") == {}
+
+
+def test_what_was_set_is_not_chosen_again():
+    run = as_fast_as_it_gets(of_heads(32, precision="tf32"), "cuda", {"training.precision", "training.capture"})
+    assert (run.training.precision, run.training.capture, run.training.compile) == ("tf32", False, True)
+
+
+def test_heads_that_the_kernels_do_not_know_are_named():
+    with pytest.raises(InvalidInput, match="heads of size 24: expected one of 32, 64, 128"):
+        check_attention(TrainingConfig(attention="fused"), of_heads(24).model)

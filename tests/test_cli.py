@@ -826,3 +826,14 @@ def test_places_that_cannot_hold_scores_are_refused_at_once(words, run, here):
     for name in ("folder", "folder.png", "folder.json"):
         (here / name).mkdir()
     assert words.split()[0] in refused("evaluate", run, "--data", "rows.npy", *words.split(), folder=here)
+
+
+def test_fast_is_for_a_gpu(here):
+    assert "--fast: expected a GPU" in refused("train", "poker", "--fast", "--device", "cpu", folder=here)
+
+
+def test_numbers_that_a_log_lacks_here_and_there_are_left_out_of_its_curve(here):
+    lines = [{"step": step, "total": 3.0 - step, "latent_marginal_gap": None if step % 2 else 0.1} for step in (1, 2, 3)]
+    (here / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    succeeds("plot", here / "metrics.jsonl", "--metric", "total,latent_marginal_gap", "--out", here / "gap.png")
+    assert (here / "gap.png").exists()

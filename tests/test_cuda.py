@@ -195,7 +195,7 @@ def test_recorded_samples_are_the_plain_ones(settings, rule, order, z):
 
 def test_a_desk_serves_many_calls():
     model = VMD(text_like("model.latent.kind=categorical").model).cuda().eval()
-    desk = model.desk(8)
+    desk = model.desk(8, record=True)
     first, other, again = (model.sample(8, desk=desk, seeds=list(range(s, s + 8))).tokens for s in (0, 50, 0))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

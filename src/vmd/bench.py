@@ -10,18 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vmd.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, override_all, require, to_dict
+from vmd.config import ModelConfig, ObjectiveConfig, RunConfig, override_all, require, to_dict
 from vmd.data.synthetic import law
 from vmd.files import hardware
 from vmd.flops import forward_flops
 from vmd.masking import Rows
 from vmd.model import VMD
 from vmd.sampling import check_settings
-from vmd.training import attention_way, check_precision, train
+from vmd.training import check_attention, check_precision, fast_settings, train
 
 SYMBOLS = 27  # different tokens, where a preset takes them from its data
 NAIVE_TRAINING = "eager, dense mask over the doubled sequence, same precision"
 NAIVE_SAMPLING = "eager, no cache: the whole doubled sequence at every step"
+
+
+OnStep = Callable[[str, int, int], None]  # what is measured, steps done, steps in all
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,11 @@ def timed(call: Callable[[], object], device: str, *, repeats: int, warmup: int 
     return seconds
 
 
-def as_fast_as_it_gets(training: TrainingConfig, device: str, chosen: set[str]) -> TrainingConfig:
-    """Compiled, recorded and in bf16, but for fields that were chosen, as in training.compile."""
-    fast = {"compile": True, "capture": True, "precision": "bf16"} if device == "cuda" else {}
-    return replace(training, **{name: value for name, value in fast.items() if f"training.{name}" not in chosen})  # type: ignore[arg-type]
+def as_fast_as_it_gets(run: RunConfig, device: str, chosen: set[str]) -> RunConfig:
+    """What `vmd train --fast` would choose for a long run, but for fields that were chosen, as in training.compile."""
+    fast = fast_settings(run, device) | ({"compile": True} if device == "cuda" else {})
+    wanted = {name: value for name, value in fast.items() if f"training.{name}" not in chosen}
+    return replace(run, training=replace(run.training, **wanted))
 
 
 def without_latent(run: RunConfig) -> RunConfig:
@@ -79,34 +83,41 @@ def without_latent(run: RunConfig) -> RunConfig:
 
 
 def bench_training(
-    run: RunConfig, device: str, *, windows: int = 5, steps_per_window: int = 10, naive: bool = True, compare: bool = True
+    run: RunConfig,
+    device: str,
+    *,
+    windows: int = 5,
+    steps_per_window: int = 10,
+    naive: bool = True,
+    compare: bool = True,
+    on_step: OnStep = lambda what, done, total: None,
 ) -> dict:
     """Clean tokens per second of `vmd.training.train` on random tokens: the median of some windows of steps.
 
     compare: also the same model without its latent, for what the latent costs.
     """
-    measured = measure_training(run, device, windows, steps_per_window)
-    way = attention_way(run.training, run.model, device)
-    measured["path"] = {name: getattr(run.training, name) for name in ("compile", "capture", "precision")} | {
-        "attention": way
-    }
+    measured = measure_training(run, device, windows, steps_per_window, partial(on_step, "this model"))
+    measured["path"] = {name: getattr(run.training, name) for name in ("compile", "capture", "precision", "attention")}
     flops = 3 * forward_flops(run.model) / run.model.length  # per token; the backward pass costs twice the forward
     ceiling = measured_ceiling(device)
     measured |= {"flops_per_token": flops, "ceiling_flops": ceiling}
     measured["utilisation"] = flops * measured["tokens_per_second"] / ceiling
     if compare and run.model.has_latent:
-        bare = measure_training(without_latent(run), device, windows, steps_per_window)
+        bare = measure_training(without_latent(run), device, windows, steps_per_window, partial(on_step, "without latent"))
         measured["without_latent"] = bare
         measured["speed_of_no_latent"] = measured["tokens_per_second"] / bare["tokens_per_second"]
     if naive:
         plain = replace(run.training, compile=False, capture=False, attention="dense")
-        slow = measure_training(replace(run, training=plain), device, 3, max(1, steps_per_window // 2))
+        slow_run, few = replace(run, training=plain), max(1, steps_per_window // 2)
+        slow = measure_training(slow_run, device, 3, few, partial(on_step, "the naive path"))
         measured["naive"] = slow | {"path": NAIVE_TRAINING}
         measured["times_naive"] = measured["tokens_per_second"] / slow["tokens_per_second"]
     return measured
 
 
-def measure_training(run: RunConfig, device: str, windows: int, steps_per_window: int) -> dict:
+def measure_training(
+    run: RunConfig, device: str, windows: int, steps_per_window: int, on_step: Callable[[int, int], None]
+) -> dict:
     """The first window holds compilation and recording and is left out."""
     training = replace(run.training, steps=(windows + 1) * steps_per_window, log_every=steps_per_window, split_codes_every=0)
     run = replace(run, training=training)
@@ -115,7 +126,8 @@ def measure_training(run: RunConfig, device: str, windows: int, steps_per_window
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
-    log = train(model, RandomTokens(run.model.length, run.model.vocab_size), run)
+    tokens_of = RandomTokens(run.model.length, run.model.vocab_size)
+    log = train(model, tokens_of, run, on_step=lambda done, record: on_step(done, training.steps))
     total = time.perf_counter() - started
     rates = [record["tokens_per_second"] for record in log if record["step"] > steps_per_window]
     rate = statistics.median(rates)
@@ -151,7 +163,7 @@ def measure_sampling(config: ModelConfig, device: str, batch: int, steps: int, r
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    desk = model.desk(batch, cache=fast, record=None if fast else False)
+    desk = model.desk(batch, cache=fast, record=fast and device == "cuda")
     generator = torch.Generator(device).manual_seed(0)
     call = partial(model.sample, batch, steps=steps, desk=desk, cache=fast, generator=generator)
     drawn = call()  # records its steps
@@ -213,9 +225,9 @@ def cases_of(
         own = replace(own, model=model.resolved(length, symbols))
         own.objective.check(own.model)
         if what == "train":
-            own = replace(own, training=as_fast_as_it_gets(own.training, device, {field, *(chosen or ())}))
+            own = as_fast_as_it_gets(own, device, {field, *(chosen or ())})
             check_precision(own.training, device)
-            attention_way(own.training, own.model, device)
+            check_attention(own.training, own.model)
             cases.append(Case(value, own, own.training.batch_size, 0))
             continue
         for count in own_steps:
@@ -236,6 +248,7 @@ def run_bench(
     compare: bool = True,
     chosen: set[str] | None = None,
     on_row: Callable[[str], None] = lambda label: None,
+    on_step: OnStep = lambda what, done, total: None,
 ) -> dict:
     """All rows of `vmd bench`. `vary` is a field and its values, as in model.length=256,1024: one row for each of them.
 
@@ -260,6 +273,7 @@ def run_bench(
                     steps_per_window=steps_per_window,
                     naive=wants_naive,
                     compare=compare and not vary,
+                    on_step=on_step,
                 )
             else:
                 found = bench_sampling(

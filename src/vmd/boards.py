@@ -57,7 +57,8 @@ class Board:
         pairs = config.length == 2 and config.vocab_size <= 100
         tokens = self.model.sample(PAIRS if pairs else SHOWN, steps=1, rule="sample", generator=generator).tokens.cpu()
         names = config.symbols or tuple(map(str, range(config.vocab_size)))
-        lines = [" ".join(names[t] for t in row) for row in tokens[:SHOWN].tolist()]
+        characters = sum(len(name) == 1 for name in config.symbols) > config.vocab_size / 2
+        lines = [("" if characters else " ").join(names[t] for t in row) for row in tokens[:SHOWN].tolist()]
         self.writer.add_text("samples/one step per block", "\n".join(f"    {line}" for line in lines), step)
         if pairs:
             self.writer.add_image("samples/pairs, one step", heat(tokens, config.vocab_size), step)

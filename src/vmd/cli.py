@@ -98,14 +98,14 @@ def train(
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/PRESET]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="On a GPU: do not choose bf16, compiled and recorded steps by itself.")
+    fast: Annotated[
+        bool, typer.Option("--fast", help="On a GPU: choose precision, attention, compiled and recorded steps for speed.")
     ] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")] = False,
     device: Device = "auto",
     settings: Settings = None,
 ) -> None:
-    """Train a model on a preset's data or on your own array."""
+    """Train a model on a preset's data, or on your own array, text or puzzles."""
     from dataclasses import replace
 
     from vmd import presets
@@ -124,7 +124,7 @@ def train(
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
     require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
     chosen = {setting.partition("=")[0].strip() for setting in settings or []}
-    train_run(run, folder, resume, pick_device(device), chosen=None if plain else chosen, tensorboard=tensorboard)
+    train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
 
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -168,9 +168,9 @@ def run_files(folder: Path) -> list[Path]:
 
 
 def train_run(
-    run: RunConfig, folder: Path, resume: bool, device: str, *, chosen: set[str] | None, tensorboard: bool
+    run: RunConfig, folder: Path, resume: bool, device: str, *, fast: bool, chosen: set[str], tensorboard: bool
 ) -> None:
-    """`chosen`: the fields that the user set, which are left alone; None: all are."""
+    """`chosen`: the fields that the user set, which `fast` leaves alone."""
     from dataclasses import replace
 
     from vmd.boards import BOARD_FOLDER, Board
@@ -182,7 +182,7 @@ def train_run(
     from vmd.files import claimed, make_folder, write_atomically
     from vmd.model import VMD
     from vmd.progress import progress_bar
-    from vmd.training import attention_way, check_precision, fast_settings, train
+    from vmd.training import check_attention, check_precision, fast_settings, train
 
     with one_after_the_first():  # who prepares the data for all
         data = open_data(run, "train")
@@ -190,11 +190,12 @@ def train_run(
         run, model=run.model.resolved(data.length, data.vocab_size, data.symbols if data.vocab_size <= 1024 else ())
     )
     parse_positions(run.data.fixed, data.length)
-    if chosen is not None:
-        fast = {name: v for name, v in fast_settings(run, device).items() if f"training.{name}" not in chosen}
-        run = replace(run, training=replace(run.training, **fast))
+    if fast:
+        require(device == "cuda", f"--fast: expected a GPU: there is nothing to choose on {device}")
+        better = {name: v for name, v in fast_settings(run, device).items() if f"training.{name}" not in chosen}
+        run = replace(run, training=replace(run.training, **better))
     check_precision(run.training, device)
-    attention_way(run.training, run.model, device)
+    check_attention(run.training, run.model)
     run.objective.check(run.model)
     model = VMD(run.model, seed=run.training.seed).to(device)
     boards: list[Board] = []
@@ -601,6 +602,7 @@ def bench(
     from vmd.bench import NAIVE_SAMPLING, NAIVE_TRAINING, bench_table, run_bench
     from vmd.files import write_atomically
     from vmd.presets import preset as preset_of
+    from vmd.progress import progress_bar
     from vmd.tables import print_table
 
     require_choice("WHAT", what, ("train", "sample"))
@@ -608,19 +610,35 @@ def bench(
     if json_out is not None:
         require(json_out.suffix == ".json", f"--json {json_out}: expected a path ending in .json")
         require(json_out.parent.is_dir(), f"--json {json_out}: no such folder {json_out.parent}")
-    run = override_all(preset_of(preset), settings or [])
-    found = run_bench(
-        what,
-        run,
-        pick_device(device),
-        chosen={setting.partition("=")[0].strip() for setting in settings or []},
-        batches=parse_counts("--batch", batch),
-        steps=parse_counts("--steps", steps),
-        vary=vary,
-        naive=naive,
-        compare=latent,
-        on_row=lambda label: say(f"measuring {label}"),
-    )
+    run, where = override_all(preset_of(preset), settings or []), pick_device(device)
+    notes = ["note: presets have sizes for a GPU; on a CPU try --set training.batch_size=8, or a smaller model"]
+    bars: dict[str, Any] = {}
+    with ExitStack() as stack:
+
+        def on_row(label: str) -> None:
+            if where == "cpu" and notes:
+                say(notes.pop())
+            say(label)
+
+        def on_step(part: str, done: int, total: int) -> None:
+            if done == 1 or part not in bars:
+                stack.close()
+                bars[part] = stack.enter_context(progress_bar(f"measuring {part}", total))
+            bars[part](done, "")
+
+        found = run_bench(
+            what,
+            run,
+            where,
+            chosen={setting.partition("=")[0].strip() for setting in settings or []},
+            batches=parse_counts("--batch", batch),
+            steps=parse_counts("--steps", steps),
+            vary=vary,
+            naive=naive,
+            compare=latent,
+            on_row=on_row,
+            on_step=on_step,
+        )
     versions = {"vmd": __version__, "torch": torch.__version__}
     record = {"command": shlex.join(["vmd", *sys.argv[1:]]), "preset": preset, "versions": versions} | found
     if json_out is not None:

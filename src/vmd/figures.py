@@ -178,12 +178,12 @@ def draw_curves(logs: dict[str, list[dict]], metrics: list[str], against: str, p
     plt = pyplot()
     figure, axes = plt.subplots(1, len(metrics), figsize=(4.6 * len(metrics), 3.6), layout="constrained", squeeze=False)
     for axis, metric in zip(axes[0], metrics, strict=True):
-        settled: list[float] = []  # the first steps would dwarf the rest
+        settled: list[float] = []  # of long logs, whose first steps would dwarf the rest
         for number, (name, log) in enumerate(logs.items()):
-            points = [(record[against], record[metric]) for record in log if metric in record and against in record]
+            points = [(r[against], r[metric]) for r in log if r.get(metric) is not None and against in r]
             if points:
                 x, y = zip(*points, strict=True)
-                settled += y[1 + len(y) // 20 :] or y
+                settled += y[1 + len(y) // 20 :] if len(y) >= 20 else y
                 mark = "o" if len(points) < 3 else None
                 axis.plot(x, y, label=name, color=SHADES[number % len(SHADES)], marker=mark, linewidth=1.3)
         if settled:

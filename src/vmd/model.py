@@ -100,15 +100,15 @@ class VMD(nn.Module):
         """What the sampler calls, for a batch of that many rows."""
         return CachedPredictor(self, batch, recorded) if cached and self.config.blocks > 1 else Predictor(self)
 
-    def desk(self, rows: int, *, cache: bool = True, record: bool | None = None) -> Desk:
-        """Where batches of `rows` are sampled. Given to `sample` again and again it keeps the steps it has recorded.
+    def desk(self, rows: int, *, cache: bool = True, record: bool = False) -> Desk:
+        """Where batches of `rows` are sampled. Given to `sample` again and again it keeps its memory and its recordings.
 
-        record: as CUDA graphs, and by default if there is a GPU.
+        record: steps as CUDA graphs, which are replayed from then on.
         """
-        cuda = self.device.type == "cuda"
         require(rows >= 1, f"a desk of {rows} rows: expected at least 1")
+        cuda = self.device.type == "cuda"
         require(not record or cuda, f"record=True: expected False on {self.device.type}: it needs a GPU")
-        return Desk(self, rows, cache=cache, record=cuda if record is None else record, device=self.device)
+        return Desk(self, rows, cache=cache, record=record, device=self.device)
 
     def sample(
         self,
@@ -121,7 +121,7 @@ class VMD(nn.Module):
     ) -> Samples:
         """Draw n sequences, or complete a prompt (n, L) whose gaps are -1. Options: see `vmd.sampling.sample`.
 
-        On a GPU, where enough blocks are to be filled, steps are recorded and replayed; a `desk` keeps them for later calls.
+        With a `desk`, which may record steps, batches have its size.
         """
         if prompt is None:
             require(n is not None and n >= 1, f"n={n}: expected at least 1 sample")
@@ -135,10 +135,6 @@ class VMD(nn.Module):
         require(batch_size >= 1, f"batch_size={batch_size}: expected at least 1")
         batches = -(-len(prompt) // (batch_size if desk is None else desk.rows))
         size = -(-len(prompt) // batches) if desk is None else desk.rows
-        # A recording pays for itself when it is replayed some times.
-        repeated = self.config.blocks * batches * options.get("steps", 1) >= 8
-        if desk is None and self.device.type == "cuda" and repeated and not options.get("trace"):
-            desk = self.desk(size, cache=options.get("cache", True))
         if desk is not None:  # all batches have its size: the last is filled up, and what is over is thrown away
             over = batches * size - len(prompt)
             prompt = torch.cat([prompt, prompt[:1].expand(over, -1)])
@@ -197,9 +193,8 @@ class Predictor:
         self.model = model
         self.codes = model.config.latent.kind == "categorical"
         self.prepared = -1
-        self.block = torch.zeros(
-            1, dtype=torch.long, device=model.device
-        )  # the block of now, where a recorded pass reads it
+        # The block of now, where a recorded pass reads it.
+        self.block = torch.zeros(1, dtype=torch.long, device=model.device)
 
     def prepare(self, block: int) -> tuple | None:
         """Go to a block. What the next pass will be, for those who record it: passes of equal kinds differ in tensors only.

@@ -220,46 +220,38 @@ def check_precision(training: TrainingConfig, device: str) -> None:
     )
 
 
-def attention_way(training: TrainingConfig, model: ModelConfig, device: str) -> str:
-    """How attention is computed. Skipping what is not seen pays where sequences are longer than a tile.
+def check_attention(training: TrainingConfig, model: ModelConfig) -> None:
+    head, known = model.width // model.heads, ", ".join(map(str, KERNEL_HEADS))
+    require(
+        training.attention != "fused" or head in KERNEL_HEADS,
+        f"training.attention=fused with heads of size {head}: expected one of {known}, or another attention",
+    )
 
-    An ensemble stays with the dense mask, whatever is asked: kernels know nothing of a dimension of models.
-    """
-    head = model.width // model.heads
-    if training.attention != "auto":
-        known = ", ".join(map(str, KERNEL_HEADS))
-        fits = training.attention != "fused" or head in KERNEL_HEADS
-        require(fits, f"training.attention=fused with heads of size {head}: expected one of {known}, or another attention")
-        return training.attention
-    if device != "cuda" or model.blocks == 1 or model.length < 64:
-        return "dense"
-    if training.precision != "float32" and head in KERNEL_HEADS:
-        return "fused"
-    return "tiles" if training.compile else "dense"
+
+KERNEL_HEADS = (32, 64, 128)  # sizes of a head that the kernels know
 
 
 def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
     """Fields of the training section that make this run fast on the device, for those who did not choose.
 
     A recorded step costs nothing to make. Compiling takes about a minute, so the run must be worth some minutes; bf16 pays
-    where matrix products are large.
+    where matrix products are large, and skipping what is not seen where sequences are longer than a tile.
     """
     if device != "cuda":
         return {}
-    worth = 3 * forward_flops(run.model) * run.training.batch_size * run.training.steps
+    model = run.model
+    skips = model.blocks > 1 and model.length >= 64 and model.width // model.heads in KERNEL_HEADS
     return {
         "capture": world_size() == 1,
-        "compile": worth > 1e16,
-        "precision": "bf16" if run.model.width >= 128 else "tf32",
+        "compile": 3 * forward_flops(model) * run.training.batch_size * run.training.steps > 1e16,
+        "precision": "bf16" if model.width >= 128 else "tf32",
+        "attention": "fused" if skips else "dense",
     }
 
 
 def uncompiled(way: str) -> str:
     """Tiles outside a compiled pass would make all scores."""
     return "dense" if way == "tiles" else way
-
-
-KERNEL_HEADS = (32, 64, 128)  # sizes of a head that the kernels know
 
 
 class Step:
@@ -404,7 +396,8 @@ def train(
         isinstance(model, VMD) or (world_size() == 1 and training.accumulate == 1),
         "an ensemble: expected one process and training.accumulate=1",
     )
-    way = attention_way(training, model.config, device.type)
+    check_attention(training, model.config)
+    way = training.attention
     rows = my_rows(training.batch_size) if world_size() > 1 else None
     leads = rank() == 0  # one process writes what all have done
     network = parallel(model, training.parallel, compiled=training.compile)

@@ -1,6 +1,6 @@
 """Data sets. Each has a length, a vocabulary and `batch(step, size)`; a `Law` is known exactly besides."""
 
-from pathlib import Path
+import os
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -69,7 +69,7 @@ def load_data(
 def is_text(name: str) -> bool:
     """Laws come first: a file of that name is meant by a path such as ./d1."""
     known = name in LAWS or name.startswith("dependence-") or name.endswith((".npy", ".sudoku"))
-    return name == "text8" or (bool(name) and not known and Path(name).exists())
+    return name == "text8" or (bool(name) and not known and os.path.exists(name))
 
 
 __all__ = ["ArrayData", "Dataset", "Law", "Puzzles", "SudokuData", "TextData", "law", "load_array", "load_data"]
