@@ -580,6 +580,32 @@ def data(
 
 
 @app.command()
+def solve(
+    puzzle: Annotated[str, typer.Argument(help="81 characters, . or 0 for a blank; or a file of puzzles, one a line.")],
+    model: Annotated[str | None, typer.Option(help="A model folder. [default: the solver that comes with vmd]")] = None,
+    steps: Annotated[int, typer.Option(help="Most evaluations in a try.")] = 20,
+    order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "margin",
+    tries: Annotated[int, typer.Option(help="Most tries; each looks at the board under another symmetry.")] = 8,
+    revise: Annotated[bool, typer.Option("--revise", help="A step may take back what an earlier one wrote.")] = False,
+    early: Annotated[bool, typer.Option(help="Stop as soon as all that the model would write obeys the rules.")] = True,
+    animate: Annotated[Path | None, typer.Option(help="Of one puzzle: write the steps as a .gif.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Of a file: write the grids, one a line; unsolved ones as blanks.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of latents and symmetries.")] = 0,
+    batch: Annotated[int, typer.Option(help="Of a file: puzzles at a time.")] = 64,
+    device: Device = "auto",
+) -> None:
+    """Solve Sudoku puzzles with a model, and check what it wrote by the rules. Exit code 1: not solved."""
+    from vmd.solving import solve_command
+
+    require(not several_processes(), "vmd solve runs in one process: start it without torchrun")
+    chosen = {"steps": steps, "order": order, "tries": tries, "revise": revise, "early": early, "seed": seed}
+    if not solve_command(puzzle, model, pick_device(device), batch, animate, out, chosen):
+        raise typer.Exit(1)
+
+
+@app.command()
 def bench(
     what: Annotated[str, typer.Argument(help="train or sample.")],
     preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`).")] = "text",

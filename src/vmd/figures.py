@@ -232,3 +232,65 @@ def draw_bars(results: dict, path: Path) -> Path:
     axis.set_axisbelow(True)
     axis.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return save(figure, path)
+
+
+def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, title: str) -> None:
+    """A board: clues in black, digits written on a colour that says how sure the model was, the newest outlined."""
+    side = round(len(puzzle) ** 0.5)
+    box = round(side**0.5)
+    axis.imshow(confidence.reshape(side, side), cmap="YlGnBu", vmin=0, vmax=1.6, extent=(0, side, side, 0))
+    for line in range(side + 1):
+        width = 2.0 if line % box == 0 else 0.5
+        axis.plot([0, side], [line, line], color=INK, linewidth=width, clip_on=False)
+        axis.plot([line, line], [0, side], color=INK, linewidth=width, clip_on=False)
+    for cell, digit in enumerate(canvas):
+        row, column = divmod(cell, side)
+        if new[cell]:
+            axis.add_patch(pyplot().Rectangle((column + 0.07, row + 0.07), 0.86, 0.86, fill=False, color="#c0504d"))
+        if digit > 0:
+            look = {"color": INK, "weight": "bold"} if puzzle[cell] else {"color": "#123a66"}
+            axis.text(column + 0.5, row + 0.54, str(int(digit)), ha="center", va="center", fontsize=72 / side, **look)
+    axis.set_axis_off()
+    axis.set_title(title, fontsize=9)
+
+
+def board_frames(puzzle: Any, steps: list) -> list[tuple]:
+    """(canvas, confidence, new, title) before the first step and after each, of the first row of the steps' batch."""
+    import numpy as np
+
+    clues = np.asarray(puzzle)
+    sure = np.full(len(clues), np.nan)
+    frames = [(clues, sure, np.zeros(len(clues), bool), f"{(clues > 0).sum()} clues")]
+    for number, step in enumerate(steps, start=1):
+        shown = step.guess if number == len(steps) else step.canvas  # the last grid is what the model would write
+        digits, masked = shown[0].cpu().numpy(), step.masked[0].cpu().numpy()
+        new = masked & (digits > 0)
+        score = np.clip(step.score[0].cpu().numpy(), 0, 1)
+        sure = np.where(new, score, np.where(digits > 0, sure, np.nan))
+        frames.append((digits, sure, new, f"evaluation {number}: {(digits > 0).sum()} of {len(digits)} cells"))
+    return frames
+
+
+def animate_board(puzzle: Any, steps: list, path: Path) -> Path:
+    """A .gif of a board filling in."""
+    plt = pyplot()
+    from matplotlib.animation import FuncAnimation, PillowWriter
+
+    frames = board_frames(puzzle, steps)
+    figure, axis = plt.subplots(figsize=(4, 4.3), layout="constrained")
+
+    def show(number: int) -> None:
+        axis.clear()
+        draw_board(axis, puzzle, *frames[min(number, len(frames) - 1)])
+
+    partial = path.with_name(path.name + ".making.gif")
+    try:
+        movie = FuncAnimation(figure, show, frames=len(frames) + 4)  # the end stays a while
+        movie.save(partial, writer=PillowWriter(fps=2))
+        write_atomically(path, partial.read_bytes())
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot write: {error.strerror or error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+        plt.close(figure)
+    return path

@@ -279,27 +279,43 @@ class Desk:
 
     def take(self, block: int, how: Rule, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Predict the block, choose tokens, keep the surest. Reads and writes tensors only: nothing here waits."""
-        noise, uniforms, random_order, quota = inputs
-        logits = self.predictor.predict(self.canvas, block, self.latents, noise)
-        tokens = logits.argmax(-1) if uniforms is None else draw_tokens(logits, uniforms, how.temperature, how.top_p)
-        before = self.canvas.index_select(1, self.positions)
-        masked = before == self.mask_id
-        probabilities = None if random_order is not None else logits.double().softmax(-1)
-        score = confidence(probabilities, how.order) if probabilities is not None else random_order
-        assert score is not None
-        if how.revise and probabilities is not None:
-            given = self.given.index_select(1, self.positions)
-            written = confidence_in(probabilities, torch.where(masked, 0, before), how.order)
-            score = torch.where(masked, score, written).masked_fill(given, -torch.inf)
-            kept = first_by(score, quota) & ~given
-            after = torch.where(kept, torch.where(masked, tokens, before), torch.where(given, before, self.mask_id))
-            revealed = kept & masked
-        else:
-            score = score.masked_fill(~masked, -torch.inf)
-            revealed = masked & first_by(score, quota)
-            after = torch.where(revealed, tokens, before)
-        self.canvas.index_copy_(1, self.positions, after)
-        return revealed, score, masked
+        logits = self.predictor.predict(self.canvas, block, self.latents, inputs.noise)
+        before, given = (x.index_select(1, self.positions) for x in (self.canvas, self.given))
+        chosen = choose(logits, before, given, self.mask_id, how, inputs)
+        self.canvas.index_copy_(1, self.positions, chosen.after)
+        return chosen.revealed, chosen.score, chosen.masked
+
+
+class Chosen(NamedTuple):
+    """What a step makes of its predictions; all (B, r)."""
+
+    guess: Tensor  # a token for every position, kept or not
+    after: Tensor  # the block after the step, [MASK] where it stays unknown
+    revealed: Tensor
+    score: Tensor  # of positions, by the order
+    masked: Tensor  # before the step
+
+
+def choose(logits: Tensor, before: Tensor, given: Tensor, mask_id: int, how: Rule, inputs: Inputs) -> Chosen:
+    """Choose a token for every masked position, and keep the surest."""
+    _, uniforms, random_order, quota = inputs
+    tokens = logits.argmax(-1) if uniforms is None else draw_tokens(logits, uniforms, how.temperature, how.top_p)
+    masked = before == mask_id
+    probabilities = None if random_order is not None else logits.double().softmax(-1)
+    score = confidence(probabilities, how.order) if probabilities is not None else random_order
+    assert score is not None
+    guess = torch.where(masked, tokens, before)
+    if how.revise and probabilities is not None:
+        written = confidence_in(probabilities, torch.where(masked, 0, before), how.order)
+        score = torch.where(masked, score, written).masked_fill(given, -torch.inf)
+        kept = first_by(score, quota) & ~given
+        after = torch.where(kept, guess, torch.where(given, before, mask_id))
+        revealed = kept & masked
+    else:
+        score = score.masked_fill(~masked, -torch.inf)
+        revealed = masked & first_by(score, quota)
+        after = torch.where(revealed, tokens, before)
+    return Chosen(guess, after, revealed, score, masked)
 
 
 @torch.no_grad()

@@ -402,29 +402,48 @@ def make_puzzles(
 # Training
 
 
-def augment(pairs: Tensor, *, generator: torch.Generator | None = None, rows: Rows | None = None) -> Tensor:
-    """(B, 2, cells) puzzles and solutions -> the same under a random symmetry of each row, uniform over all of them.
+class Symmetry(NamedTuple):
+    """A symmetry of the board for each row of a batch. Blanks stay blank."""
 
-    Digits, bands, stacks, rows in bands and columns in stacks change places, and half the boards are transposed. Blanks
-    stay blank. With `rows` the pairs are those rows of a larger batch.
-    """
-    count, cells = pairs.shape[0], pairs.shape[-1]
+    cell: Tensor  # (B, cells): which cell comes here
+    digit: Tensor  # (B, side + 1): what becomes of a digit; 0 -> 0
+
+    def apply(self, grids: Tensor) -> Tensor:
+        """(B, ..., cells) digits -> the same boards, seen in another way."""
+        grids = grids.long()
+        between = [1] * (grids.dim() - 2)
+        moved = grids.gather(-1, self.cell.view(len(grids), *between, -1).expand_as(grids))
+        return self.digit.gather(1, moved.flatten(1)).view_as(moved)
+
+    def undo(self, grids: Tensor) -> Tensor:
+        return Symmetry(self.cell.argsort(-1), self.digit.argsort(-1)).apply(grids)
+
+
+def random_symmetry(
+    count: int, cells: int, *, generator: torch.Generator | None = None, rows: Rows | None = None, device=None
+) -> Symmetry:
+    """Uniform over all of them: digits, bands, stacks, rows in bands and columns in stacks change places, and half the
+    boards are transposed. With `rows` these are rows of a larger batch."""
     rows, box = rows or Rows(0, count, count), engine.BOARDS[cells].box
     side = box * box
 
     def uniforms(*shape: int) -> Tensor:
-        return rows.of(torch.rand(rows.total, *shape, generator=generator, device=pairs.device))
+        return rows.of(torch.rand(rows.total, *shape, generator=generator, device=device))
 
     def shuffled_lines() -> Tensor:  # (B, side): bands in any order, and lines in any order within each
         return (box * uniforms(box).argsort(-1).unsqueeze(-1) + uniforms(box, box).argsort(-1)).flatten(1)
 
     row, column = shuffled_lines(), shuffled_lines()
-    cell = side * row.unsqueeze(2) + column.unsqueeze(1)  # (B, side, side): which cell comes here
+    cell = side * row.unsqueeze(2) + column.unsqueeze(1)  # (B, side, side)
     turned = uniforms(1, 1) < 0.5
     cell = torch.where(turned, cell.transpose(1, 2), cell).flatten(1)
-    moved = pairs.long().gather(2, cell.unsqueeze(1).expand_as(pairs))
-    digits = torch.nn.functional.pad(uniforms(side).argsort(-1) + 1, (1, 0))  # 0 -> 0
-    return digits.gather(1, moved.flatten(1)).view_as(moved)
+    digit = torch.nn.functional.pad(uniforms(side).argsort(-1) + 1, (1, 0))
+    return Symmetry(cell, digit)
+
+
+def augment(pairs: Tensor, *, generator: torch.Generator | None = None, rows: Rows | None = None) -> Tensor:
+    """(B, 2, cells) puzzles and solutions -> the same under a random symmetry of each row."""
+    return random_symmetry(*pairs.shape[::2], generator=generator, rows=rows, device=pairs.device).apply(pairs)
 
 
 class SudokuData:
