@@ -238,7 +238,7 @@ def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, t
     """A board: clues in black, digits written on a colour that says how sure the model was, the newest outlined."""
     side = round(len(puzzle) ** 0.5)
     box = round(side**0.5)
-    axis.imshow(confidence.reshape(side, side), cmap="YlGnBu", vmin=0, vmax=1.6, extent=(0, side, side, 0))
+    axis.imshow(confidence.reshape(side, side), cmap="Blues", vmin=0, vmax=2.2, extent=(0, side, side, 0))
     for line in range(side + 1):
         width = 2.0 if line % box == 0 else 0.5
         axis.plot([0, side], [line, line], color=INK, linewidth=width, clip_on=False)
