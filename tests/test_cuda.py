@@ -139,7 +139,9 @@ def test_kernels_and_their_gradients_are_the_dense_mask_s(length, r, head, own_c
     exact = qkv.double().requires_grad_()
     q, k, v = exact.unflatten(-1, (3, 2, head)).permute(2, 0, 3, 1, 4)
     both = angles.double().repeat(2, 1)
-    scores = (rotate(q, both) @ rotate(k, both).mT * head**-0.5).masked_fill(~dense, -torch.inf)
+    scores = (rotate(q, both.cos(), both.sin()) @ rotate(k, both.cos(), both.sin()).mT * head**-0.5).masked_fill(
+        ~dense, -torch.inf
+    )
     expected = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)[:, : length if keep else None]
     from vmd.kernels import doubled_attention  # needs Triton
 
