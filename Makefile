@@ -15,6 +15,8 @@ test: .venv/ready
 
 readme: .venv/ready
 	$(BIN)/vmd report
+	$(BIN)/vmd report --readme docs/likelihood.md
+	$(BIN)/vmd report --readme docs/performance.md
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vmd needs Python 3.11 or newer: set PYTHON=..."; exit 2; }

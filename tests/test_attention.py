@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vmd.attention import SHORT, KVCache, Visibility, attend, attend_short, of_first_queries, visibility
+from vmd.attention import SHORT, KVCache, Visibility, attend, attend_few, attend_short, of_first_queries, visibility
 
 
 def sees(query: int, key: int, length: int, r: int, own_clean_block: bool) -> bool:
@@ -31,6 +31,14 @@ def test_the_clean_stream_sees_this_block_and_earlier_ones(length, r):
 
 def queries_keys_values(tq: int, tk: int, generator):
     return (torch.randn(2, 3, t, 4, generator=generator) for t in (tq, tk, tk))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("tq", "tk"), [(1, 1), (4, 40), (8, 256)])
+def test_attention_of_few_queries_equals_the_kernel(generator, tq, tk, masked):
+    q, k, v = queries_keys_values(tq, tk, generator)
+    visible = torch.arange(tk) <= torch.arange(tq).unsqueeze(1) + tk // 2 if masked else None
+    torch.testing.assert_close(attend_few(q, k, v, visible), F.scaled_dot_product_attention(q, k, v, attn_mask=visible))
 
 
 @pytest.mark.parametrize(("tq", "tk"), [(1, 1), (2, 2), (3, 5), (8, 8)])

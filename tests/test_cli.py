@@ -828,8 +828,13 @@ def test_places_that_cannot_hold_scores_are_refused_at_once(words, run, here):
     assert words.split()[0] in refused("evaluate", run, "--data", "rows.npy", *words.split(), folder=here)
 
 
-def test_fast_is_for_a_gpu(here):
-    assert "--fast: expected a GPU" in refused("train", "poker", "--fast", "--device", "cpu", folder=here)
+def test_fast_settings_are_said_and_left_to_those_who_choose(here, monkeypatch):
+    monkeypatch.setattr("vmd.training.fast_settings", lambda run, device: {"clip": 0.5, "ema": 0.9})
+    words = ("train", "poker", "--device", "cpu", "--set", "training.steps=1", "--set", "training.ema=0.5")
+    assert "for speed: clip=0.5 (" in succeeds(*words, "--out", here / "fast").err
+    assert "for speed" not in succeeds(*words, "--out", here / "plain", "--no-fast").err
+    used = [json.loads((here / name / "run.json").read_text())["training"] for name in ("fast", "plain")]
+    assert [(t["clip"], t["ema"]) for t in used] == [(0.5, 0.5), (1.0, 0.5)]
 
 
 def test_numbers_that_a_log_lacks_here_and_there_are_left_out_of_its_curve(here):

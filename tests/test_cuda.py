@@ -30,7 +30,7 @@ def test_loss_on_the_gpu_equals_the_loss_on_the_cpu(block_size):
     model = VMD(run.model)
     batch = draw_batch(model, law("d1"), run.objective, 0, 64, None, torch.Generator().manual_seed(0))
     on_cpu = mean_loss(model, batch, torch.tensor(1.0), 0.0)
-    moved = torch.utils._pytree.tree_map(lambda t: t.cuda(), batch)
+    moved = torch.utils._pytree.tree_map(lambda t: None if t is None else t.cuda(), batch)
     on_gpu = mean_loss(model.cuda(), moved, torch.tensor(1.0, device="cuda"), 0.0)
     for a, b in zip(on_cpu, on_gpu, strict=True):
         assert torch.allclose(a, b.cpu(), atol=1e-4)
@@ -139,7 +139,9 @@ def test_kernels_and_their_gradients_are_the_dense_mask_s(length, r, head, own_c
     exact = qkv.double().requires_grad_()
     q, k, v = exact.unflatten(-1, (3, 2, head)).permute(2, 0, 3, 1, 4)
     both = angles.double().repeat(2, 1)
-    scores = (rotate(q, both) @ rotate(k, both).mT * head**-0.5).masked_fill(~dense, -torch.inf)
+    scores = (rotate(q, both.cos(), both.sin()) @ rotate(k, both.cos(), both.sin()).mT * head**-0.5).masked_fill(
+        ~dense, -torch.inf
+    )
     expected = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)[:, : length if keep else None]
     from vmd.kernels import doubled_attention  # needs Triton
 
@@ -148,7 +150,7 @@ def test_kernels_and_their_gradients_are_the_dense_mask_s(length, r, head, own_c
     weights = torch.randn(found.shape, device="cuda", generator=generator)
     (wanted,) = torch.autograd.grad((expected * weights).sum(), exact)
     (gradient,) = torch.autograd.grad((found.float() * weights).sum(), ours)
-    close = 2e-2 if dtype == torch.bfloat16 else 2e-3
+    close = 2e-2 if dtype == torch.bfloat16 else 4e-3  # TF32 products
     assert float((found.double() - expected).norm() / expected.norm()) < close
     assert float((gradient.double() - wanted).norm() / wanted.norm()) < close
 

@@ -246,10 +246,14 @@ def test_rotation_preserves_lengths_and_depends_on_distances_alone(generator):
     q, k = torch.randn(2, 1, 1, 1, 6, generator=generator, dtype=torch.float64)
     frequencies = torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64)
 
-    def product(i: int, j: int) -> float:
-        return float((rotate(q, i * frequencies.unsqueeze(0)) * rotate(k, j * frequencies.unsqueeze(0))).sum())
+    def turned_by(x: torch.Tensor, place: int) -> torch.Tensor:
+        angles = place * frequencies.unsqueeze(0)
+        return rotate(x, angles.cos(), angles.sin())
 
-    turned = rotate(q, 5 * frequencies.unsqueeze(0))
+    def product(i: int, j: int) -> float:
+        return float((turned_by(q, i) * turned_by(k, j)).sum())
+
+    turned = turned_by(q, 5)
     torch.testing.assert_close(turned.norm(), q.norm())
     assert abs(product(2, 5) - product(7, 10)) < 1e-12
     assert abs(product(2, 5) - product(2, 6)) > 1e-6

@@ -110,6 +110,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | BlockMask | None) 
         return flex_attention(q, k, v, block_mask=visible)
     if k.shape[-2] <= SHORT:
         return attend_short(q, k, v, visible)
+    if q.is_cuda and q.shape[-2] <= FEW and not torch.is_grad_enabled():
+        return attend_few(q, k, v, visible)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
 
 
@@ -118,6 +120,16 @@ def attend_short(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Ten
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     return (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(-3)).sum(-2)
+
+
+FEW = 16  # queries of a step of sampling; kernels for many would work on tiles that are mostly empty
+
+
+def attend_few(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 class CleanPrefix:

@@ -303,35 +303,3 @@ def is_number(value: str) -> bool:
         return float(value) > 0
     except ValueError:
         return False
-
-
-def bench_table(record: dict) -> tuple[list[str], list[list[str]]]:
-    """What was measured, for people."""
-    training = record["what"] == "train"
-    headers = [record["vary"]] if record["vary"] else []
-    headers += ["tokens/s", "ms per step", "utilisation", "peak GiB"] if training else []
-    headers += [] if training else ["batch", "steps per block", "NFE", "tokens/s", "ms per block", "peak GiB"]
-    headers += ["against no latent", "against naive"]
-    lines = []
-    for row in record["rows"]:
-        line = [str(row["value"])] if record["vary"] else []
-        if "error" in row:
-            lines.append(line + [row["error"]] + ["-"] * (len(headers) - len(line) - 1))
-            continue
-        peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-        if training:
-            line += [
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['milliseconds']:.1f}",
-                f"{100 * row['utilisation']:.1f} %",
-                peak,
-            ]
-            line.append(f"{100 * row['speed_of_no_latent']:.0f} % of its speed" if "without_latent" in row else "-")
-            line.append(f"{row['times_naive']:.1f} x as fast" if "naive" in row else "-")
-        else:
-            line += [str(row["batch"]), str(row["steps"]), str(row["nfe"]), f"{row['tokens_per_second']:,.0f}"]
-            line += [f"{row['milliseconds_per_block']:.2f}", peak]
-            line.append(f"{row['time_of_no_latent']:.2f} x its time" if "without_latent" in row else "-")
-            line.append(f"{row['times_naive']:.1f} x as fast" if "naive" in row else "-")
-        lines.append(line)
-    return headers, lines

@@ -99,8 +99,8 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
     fast: Annotated[
-        bool, typer.Option("--fast", help="On a GPU: choose precision, attention, compiled and recorded steps for speed.")
-    ] = False,
+        bool, typer.Option(help="On a GPU: choose precision, attention, compiled and recorded steps for speed.")
+    ] = True,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also log to OUT/tensorboard.")] = False,
     device: Device = "auto",
     settings: Settings = None,
@@ -190,10 +190,11 @@ def train_run(
         run, model=run.model.resolved(data.length, data.vocab_size, data.symbols if data.vocab_size <= 1024 else ())
     )
     parse_positions(run.data.fixed, data.length)
-    if fast:
-        require(device == "cuda", f"--fast: expected a GPU: there is nothing to choose on {device}")
-        better = {name: v for name, v in fast_settings(run, device).items() if f"training.{name}" not in chosen}
+    better = {name: v for name, v in fast_settings(run, device).items() if fast and f"training.{name}" not in chosen}
+    if better:
         run = replace(run, training=replace(run.training, **better))
+        said = ", ".join(f"{name}={str(value).lower()}" for name, value in better.items())
+        say(f"for speed: {said} (--no-fast: the plain path; --set training.FIELD=... for one of them)")
     check_precision(run.training, device)
     check_attention(run.training, run.model)
     run.objective.check(run.model)
@@ -625,11 +626,11 @@ def bench(
     import torch
 
     from vmd import __version__
-    from vmd.bench import NAIVE_SAMPLING, NAIVE_TRAINING, bench_table, run_bench
+    from vmd.bench import NAIVE_SAMPLING, NAIVE_TRAINING, run_bench
     from vmd.files import write_atomically
     from vmd.presets import preset as preset_of
     from vmd.progress import progress_bar
-    from vmd.tables import print_table
+    from vmd.tables import bench_table, print_table
 
     require_choice("WHAT", what, ("train", "sample"))
     require(not several_processes(), "vmd bench runs in one process: start it without torchrun")

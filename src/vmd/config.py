@@ -49,7 +49,7 @@ class LatentConfig:
     prior_layers: int = 1  # of the network of a learned prior
     # categorical
     codes: int = 64
-    head: Literal["bilinear", "additive"] = "bilinear"  # how the code enters the output layer
+    head: Literal["bilinear", "additive"] = "bilinear"  # how the code enters the output layer; additive is worse
     head_dim: int = 0  # rank of the bilinear head; 0: the width
     code_layers: int = 0  # the code also modulates the last layers, this many: better, at their cost for every code
     code_chunk: int = 0  # codes scored at a time, to bound memory; 0: as many as fit a fixed budget

@@ -121,7 +121,7 @@ class VMD(nn.Module):
     ) -> Samples:
         """Draw n sequences, or complete a prompt (n, L) whose gaps are -1. Options: see `vmd.sampling.sample`.
 
-        With a `desk`, which may record steps, batches have its size.
+        With a `desk`, which may record steps, batches have its size. Without, steps are recorded on a GPU if there are many.
         """
         if prompt is None:
             require(n is not None and n >= 1, f"n={n}: expected at least 1 sample")
@@ -133,6 +133,14 @@ class VMD(nn.Module):
         if seeds is not None:
             require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
         require(batch_size >= 1, f"batch_size={batch_size}: expected at least 1")
+        cache = options.get("cache", True)
+        if (
+            desk is None
+            and cache
+            and self.device.type == "cuda"
+            and self.config.blocks * options.get("steps", 1) >= RECORDED
+        ):
+            desk = self.desk(-(-len(prompt) // -(-len(prompt) // batch_size)), record=True)
         batches = -(-len(prompt) // (batch_size if desk is None else desk.rows))
         size = -(-len(prompt) // batches) if desk is None else desk.rows
         if desk is not None:  # all batches have its size: the last is filled up, and what is over is thrown away
@@ -350,6 +358,7 @@ class CachedPredictor(Predictor):
         return self.model.decoder.code_logits(features, z.index_select(1, self.block)[..., 0].long())
 
 
+RECORDED = 16  # steps of a batch from which on recording them pays
 REACH = 256  # recorded passes read keys in multiples of this
 
 

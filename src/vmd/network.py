@@ -19,11 +19,11 @@ from vmd.masking import apply_mask
 from vmd.objective import Codes
 
 Keys = KVCache | CleanPrefix
+Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions, (T, d/2) each
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions: turn the pairs (i, i + d/2) of x (B, H, T, d) by angles (T, d/2)."""
-    cos, sin = angles.cos(), angles.sin()
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: turn the pairs (i, i + d/2) of x (B, H, T, d) by angles (T, d/2) of these cosines and sines."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
     def forward(
         self,
         h: Tensor,
-        angles: Tensor,
+        turn: Turn,
         visible: Visible,
         condition: Tensor | None,
         cache: Keys | None,
@@ -74,31 +74,30 @@ class Block(nn.Module):
         if modulations is None and self.modulation is not None and condition is not None:
             modulations = self.modulation(condition)
         if modulations is None:
-            h = h[:, :keep] + self.attention(self.attention_norm(h), angles, visible, cache, layer, keep)
+            h = h[:, :keep] + self.attention(self.attention_norm(h), turn, visible, cache, layer, keep)
             return h + self.mlp(self.mlp_norm(h))
         unconditioned = h.shape[1] // self.block_size - modulations.shape[1]
         if unconditioned:
             modulations = F.pad(modulations, (0, 0, 0, unconditioned))
         shift1, scale1 = modulations.chunk(6, dim=-1)[:2]
-        a = self.attention(modulate(self.attention_norm(h), shift1, scale1), angles, visible, cache, layer, keep)
+        a = self.attention(modulate(self.attention_norm(h), shift1, scale1), turn, visible, cache, layer, keep)
         if keep is not None:
             modulations = modulations[:, : keep * modulations.shape[1] // h.shape[1]]
         _, _, gate1, shift2, scale2, gate2 = modulations.chunk(6, dim=-1)
         h = h[:, :keep] + gate_by(a, gate1)
         return h + gate_by(self.mlp(modulate(self.mlp_norm(h), shift2, scale2)), gate2)
 
-    def attention(
-        self, h: Tensor, angles: Tensor, visible: Visible, cache: Keys | None, layer: int, keep: int | None
-    ) -> Tensor:
+    def attention(self, h: Tensor, turn: Turn, visible: Visible, cache: Keys | None, layer: int, keep: int | None) -> Tensor:
         qkv = self.qkv(h)
         if isinstance(visible, Fused):
             from vmd.kernels import doubled_attention  # needs Triton, which needs a GPU
 
-            cos, sin = (table[: visible.length].float() for table in (angles.cos(), angles.sin()))
+            cos, sin = (table[: visible.length].float() for table in turn)
             shape = (self.heads, visible.block_size, visible.own_clean_block)
             return self.attention_out(doubled_attention(qkv, cos, sin, *shape, keep is not None)[0])
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, d) each
-        q, k = rotate(q[:, :, :keep], angles[:keep]), rotate(k, angles)
+        cos, sin = turn
+        q, k = rotate(q[:, :, :keep], cos[:keep], sin[:keep]), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.update(layer, k, v)
             visible = cache.visible if visible is None else visible
@@ -184,10 +183,12 @@ class Trunk(nn.Module):
         keep: int | None = None,
     ) -> Tensor:
         shared = None if condition is None or self.modulation is None else self.modulation(condition)
+        angles = self.angles[positions]
+        turn = (angles.cos(), angles.sin())
         for layer in layers:
             kept = keep if layer == layers[-1] else None
             given = shared if layer >= self.first_conditioned else None
-            h = self.blocks[layer](h, self.angles[positions], visible, condition, cache, layer, kept, given)
+            h = self.blocks[layer](h, turn, visible, condition, cache, layer, kept, given)
         return h
 
 

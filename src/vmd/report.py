@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vmd.config import require
 from vmd.files import read_json, write_atomically
-from vmd.tables import merged_table, summary_table, to_markdown
+from vmd.tables import bench_table, merged_table, summary_table, to_markdown
 
 MARKER = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
@@ -26,8 +26,22 @@ def load_results(folder: Path, name: str) -> list[dict]:
     return found
 
 
+def bench_section(folder: Path) -> str:
+    """A table for each file that `vmd bench --json` wrote there."""
+    paths = sorted(folder.glob("*.json"))
+    require(bool(paths), f"{folder}: no results: expected the output of `vmd bench --json`")
+    text = ""
+    for record in map(read_json, paths):
+        grows = f"; time grows as {record['vary']} to the power {record['exponent']:.2f}" if "exponent" in record else ""
+        text += f"`{record['command']}`: {record['hardware']['name']}, torch {record['versions']['torch']}{grows}\n\n"
+        text += to_markdown(*bench_table(record)) + "\n"
+    return text
+
+
 def section(folder: Path, name: str, readme: Path) -> str:
     """Table, provenance and pictures of one table, as markdown."""
+    if name.startswith("bench"):
+        return bench_section(folder / name)
     runs = load_results(folder, name)
     text = to_markdown(*(summary_table(runs[0]) if name in ("ablations", "heads") else merged_table(runs))) + "\n"
     for run in runs:
