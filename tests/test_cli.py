@@ -102,7 +102,18 @@ def test_modules_that_say_so_import_no_torch(module):
 
 def test_help_lists_every_command():
     text = succeeds("--help").out
-    assert set(COMMANDS) == {"reproduce", "train", "sample", "evaluate", "presets", "plot", "data", "bench", "report"}
+    assert set(COMMANDS) == {
+        "reproduce",
+        "train",
+        "sample",
+        "evaluate",
+        "presets",
+        "plot",
+        "data",
+        "bench",
+        "report",
+        "solve",
+    }
     assert all(name in text for name in COMMANDS)
 
 

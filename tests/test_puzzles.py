@@ -169,4 +169,4 @@ def test_a_model_of_other_data_is_not_asked_for_puzzles(tmp_path):
     run = tmp_path / "run"
     succeeds("train", "poker", "--out", run, "--device", "cpu", *SMALL)
     words = ("evaluate", run, "--data", tmp_path / "data/test.sudoku")
-    assert "81 cells" in refused(*words, folder=tmp_path)
+    assert "81 tokens" in refused(*words, folder=tmp_path)

@@ -44,7 +44,7 @@ Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd t
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="two-token, four-token, ablations or heads.")],
+    name: Annotated[str, typer.Argument(help="two-token, four-token, ablations, heads or sudoku.")],
     quick: Annotated[bool, typer.Option("--quick", help="The same code on a budget for two CPU cores.")] = False,
     preset: Annotated[str, typer.Option(help="ours, or the settings of the paper.")] = "ours",
     seeds: Annotated[
@@ -52,6 +52,10 @@ def reproduce(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/NAME]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the groups of models that a stopped run finished.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Of sudoku: run this system now, as its row is called. Repeatable.")
+    ] = None,
+    data: Annotated[Path, typer.Option(help="Of sudoku: where the puzzles are, or are made.")] = Path("data/sudoku"),
     device: Device = "auto",
     settings: Settings = None,
 ) -> None:
@@ -65,6 +69,27 @@ def reproduce(
     pyplot()  # a missing matplotlib is better known before the training
     suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
     folder = out or Path("runs") / (name + suffix)
+    if name == "sudoku":
+        from vmd.puzzle_table import reproduce_sudoku
+
+        require(preset == "ours", f"--preset {preset}: expected ours: sudoku has the paper's systems among its rows")
+        require(seeds is None, "--seeds: expected none: sudoku has one seed; try --set training.seed=1 with another --out")
+        results = reproduce_sudoku(
+            out=folder,
+            command=shlex.join(["vmd", *sys.argv[1:]]),
+            data=data,
+            quick=quick,
+            device=pick_device(device),
+            overrides=settings or [],
+            resume=resume,
+            only=tuple(only or ()),
+            on_note=say,
+        )
+        print_table(*summary_table(results), title="sudoku: logic puzzles solved, %, argmax")
+        for picture in [folder / "table.md", *draw_figures(folder)]:
+            say(f"{'every row' if picture.suffix == '.md' else 'picture'}: {picture}")
+        return
+    require(not only, "--only: expected with sudoku")
     results = reproduce(
         name,
         out=folder,
@@ -156,6 +181,7 @@ def open_data(run: RunConfig, split: str) -> Any:
             on_progress=on_progress,
             puzzles=about.puzzles,
             augment=about.augment,
+            layout=about.layout,
         )
 
 
@@ -259,6 +285,9 @@ def sample(
     revise: Annotated[
         bool, typer.Option("--revise", help="A step may mask again what an earlier one wrote, where the model has doubts.")
     ] = False,
+    order_noise: Annotated[
+        float, typer.Option(help="Gumbel noise on the confidences, so that the order is not greedy.")
+    ] = 0.0,
     prompt: Annotated[
         str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'; of text, how it begins.")
     ] = None,
@@ -300,6 +329,7 @@ def sample(
         top_p=top_p,
         z=z,
         revise=revise,
+        order_noise=order_noise,
         cache=cache,
         seeds=[step_seed(seed, i) for i in mine or [0]],
         trace=trace,
@@ -318,6 +348,7 @@ def sample(
         + (f", {drawn.cache_passes} passes to fill the cache" if drawn.cache_passes else "")
         + (f", z {z}" if config.has_latent else "")
         + (", revising" if revise else "")
+        + (f", noise {order_noise:g} on the order" if order_noise else "")
     )
 
 
@@ -437,8 +468,10 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     tokenizer = model_tokenizer(folder)
     if tokenizer is None or not is_text(name):
         require(split is None, f"--split {split}: expected with a text and a model of text")
-        puzzles = bool(saved_data(folder).get("puzzles")) and Path(name).is_file()
-        return load_data(name, length=model.config.length, puzzles=puzzles, augment=False)
+        about = saved_data(folder)
+        puzzles = bool(about.get("puzzles")) and Path(name).is_file()
+        layout = about.get("layout", "board")
+        return load_data(name, length=model.config.length, puzzles=puzzles, augment=False, layout=layout)
     trained = saved_data(folder)
     split = split or ("test" if trained.get("name") == name else "all")
     require_choice("--split", split, ("all", *SPLITS))
@@ -560,7 +593,10 @@ def data(
         int, typer.Option(help="Puzzles to test on; none has a training solution, not even up to symmetry.")
     ] = 100_000,
     kind: Annotated[
-        str, typer.Option(help="logic: solved by seven strategies; hard: not; any: either; multi: 2 to 50 solutions.")
+        str,
+        typer.Option(
+            help="logic: solved by seven strategies; hard: not; any: either; multi: 2 to 50 solutions; grid: no clues."
+        ),
     ] = "logic",
     seed: Annotated[int, typer.Option(help="The files depend on sizes, kind and seed alone.")] = 0,
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("data/sudoku"),
@@ -584,7 +620,7 @@ def data(
 def solve(
     puzzle: Annotated[str, typer.Argument(help="81 characters, . or 0 for a blank; or a file of puzzles, one a line.")],
     model: Annotated[str | None, typer.Option(help="A model folder. [default: the solver that comes with vmd]")] = None,
-    steps: Annotated[int, typer.Option(help="Most evaluations in a try.")] = 20,
+    steps: Annotated[int | None, typer.Option(help="Most evaluations in a try. [default: 20]")] = None,
     order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "margin",
     tries: Annotated[int, typer.Option(help="Most tries; each looks at the board under another symmetry.")] = 8,
     revise: Annotated[bool, typer.Option("--revise", help="A step may take back what an earlier one wrote.")] = False,

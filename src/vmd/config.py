@@ -39,7 +39,7 @@ class LatentConfig:
     kind: Literal["none", "gaussian", "categorical"] = "gaussian"
     # gaussian
     dim: int = 32
-    encoder_layers: int = 2
+    encoder_layers: int = 2  # 0: z is drawn from the prior while training too, and carries nothing (a control)
     encoder_stream: Literal["single", "doubled"] = "single"  # (x0, mask bit), or the paper's [xt ; x0]
     encoder_sees_mask: bool = True  # the paper's q(z | x0, xt); off: q(z | x0), one meaning of z for all steps
     on_clean: bool = False  # z^b also modulates the clean block b, so that later blocks see it (the paper's z^{<=b})
@@ -57,7 +57,7 @@ class LatentConfig:
     def __post_init__(self) -> None:
         require_literals("model.latent", self)
         require_range("model.latent.dim", self.dim, 1, 65_536)
-        require_range("model.latent.encoder_layers", self.encoder_layers, 1, 1_000)
+        require_range("model.latent.encoder_layers", self.encoder_layers, 0, 1_000)
         require_range("model.latent.prior_layers", self.prior_layers, 1, 1_000)
         require_range("model.latent.codes", self.codes, 2, 65_536)
         require_range("model.latent.head_dim", self.head_dim, 0, 65_536)
@@ -89,6 +89,8 @@ class ModelConfig:
     heads: int = 4
     mlp_ratio: int = 4
     prompt: int = 0  # the first tokens, which are always given (with data.fixed): a gated pool leaves them out
+    rotary: bool = True  # positions also turn queries and keys; off: learned absolute positions alone, as in GPT-2
+    shifted: bool = False  # a token is predicted where the one before it stands, as in GPT-2; one block, no latent
     board: bool = False  # tokens are the cells of a square board: its rows, columns and boxes have embeddings
     latent: LatentConfig = field(default_factory=LatentConfig)
     symbols: tuple[str, ...] = ()  # what the token ids stand for, if they have names
@@ -114,6 +116,10 @@ class ModelConfig:
             self.latent.kind != "categorical" or self.latent.code_layers < self.layers,
             f"model.latent.code_layers={self.latent.code_layers}: expected fewer than model.layers = {self.layers}: "
             "the prior of the code comes from the layers before",
+        )
+        require(
+            not self.shifted or (self.latent.kind == "none" and self.block_size in (0, self.length)),
+            "model.shifted=true: expected one block and no latent: the last token of a block would see the next one",
         )
         if self.board and self.length:
             whole = math.isqrt(math.isqrt(self.length)) ** 4 == self.length
@@ -163,8 +169,10 @@ class ModelConfig:
 class ObjectiveConfig:
     """How masks are drawn and what the KL term weighs (in nats, summed over the latent's dimensions)."""
 
-    # counts and times: Eq. 2, 5 and 7. steps: the certified bound of the sampler that will be run.
-    masking: Literal["counts", "times", "steps"] = "counts"
+    # counts and times: Eq. 2, 5 and 7. steps: the certified bound of the sampler that will be run. linear: 20 times, each
+    # of a weight that falls linearly with the share that is masked, as in Ye et al. 2025; no bound.
+    masking: Literal["counts", "times", "steps", "linear"] = "counts"
+    focal: float = 0.0  # a token of probability p weighs (1 - p)^focal (Ye et al. 2025: 1); no bound; without a latent
     steps: tuple[int, ...] = (1,)  # of masking=steps: numbers of steps per block, equally often
     z: Literal["fresh", "once"] = "fresh"  # of masking=steps: how the sampler draws z
     samples: int = 1  # draws of z from the encoder; more than one: the importance-weighted bound
@@ -182,6 +190,10 @@ class ObjectiveConfig:
         require_range("objective.kl_warmup_steps", self.kl_warmup_steps, 0)
         require_range("objective.free_bits", self.free_bits, 0)
         require(
+            self.focal == 0 or 1 <= self.focal <= 100,
+            f"objective.focal={self.focal}: expected 0, or 1 to 100: below 1 sure tokens have infinite gradients",
+        )
+        require(
             self.samples == 1 or (self.kl_weight == 1 and not self.kl_warmup_steps and not self.free_bits),
             f"objective.samples={self.samples}: expected kl_weight 1, no warm-up and no free bits: "
             "importance weights have no KL term to weigh",
@@ -197,6 +209,7 @@ class ObjectiveConfig:
             self.masking != "steps" or max(self.steps) <= model.block_size,
             f"objective.steps={max(self.steps)}: expected 1 to {model.block_size}, the block size",
         )
+        require(not self.focal or not model.has_latent, f"objective.focal={self.focal}: expected 0 with a latent")
         require(
             self.samples == 1 or model.has_latent,
             f"objective.samples={self.samples}: expected 1 without a latent: there is no z to draw",
@@ -266,7 +279,11 @@ class DataConfig:
     documents: bool = False  # of text: chunks never cross files of a folder, or blank lines of a file
     puzzles: bool = False  # the file holds Sudoku puzzles, in any format that is known; .sudoku files always do
     augment: bool = True  # of puzzles: a random symmetry of the board every time
+    layout: Literal["board", "pair"] = "board"  # of puzzles: clues in place, or the paper's puzzle, [SEP], solution, [EOS]
     fixed: str = ""  # positions that are always given, as in "0:82" or "0,5,7": the model learns the rest given these
+
+    def __post_init__(self) -> None:
+        require_literals("data", self)
 
 
 @dataclass(frozen=True)

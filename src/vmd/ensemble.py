@@ -36,11 +36,19 @@ class Ensemble(nn.Module):
         self._template[0]._apply(fn, recurse)
         return super()._apply(fn, recurse)
 
-    def forward(self, x0: Tensor, masks: Masks, noise: Tensor | None, kl_weight: Tensor, free_bits: float = 0.0) -> Loss:
+    def forward(
+        self,
+        x0: Tensor,
+        masks: Masks,
+        noise: Tensor | None,
+        kl_weight: Tensor,
+        free_bits: float = 0.0,
+        focal: float = 0.0,
+    ) -> Loss:
         """Everything as in `VMD.forward` with a leading dimension of models: x0 (M, B, L), kl_weight (M,)."""
 
         def one(weights: dict[str, Tensor], x0: Tensor, masks: Masks, noise: Tensor | None, kl_weight: Tensor) -> Loss:
-            return functional_call(self._template[0], weights, (x0, masks, noise, kl_weight, free_bits))
+            return functional_call(self._template[0], weights, (x0, masks, noise, kl_weight, free_bits, focal))
 
         weights = dict(zip(self.names, self.weights, strict=True))
         noise_dim = None if noise is None else 0

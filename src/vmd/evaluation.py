@@ -103,7 +103,7 @@ def evaluate_puzzles(
     config = model.config
     require(
         (data.length, data.vocab_size) == (config.length, config.vocab_size),
-        f"puzzles of {data.length} cells: expected {config.length} cells and {config.vocab_size} digits, the model's",
+        f"puzzles of {data.length} tokens: expected {config.length} of {config.vocab_size} kinds, the model's",
     )
     for count in steps:
         check_settings(config, count, order, "sample", z, 1.0, 1.0)
@@ -118,7 +118,7 @@ def evaluate_puzzles(
         on_part(done, len(settings))
         generator = torch.Generator(model.device).manual_seed(own_seed(seed))
         drawn = model.sample(
-            prompt=puzzle - 1,
+            prompt=data.layout.prompt(puzzle),
             steps=count,
             order=order,
             rule=rule,
@@ -127,7 +127,7 @@ def evaluate_puzzles(
             generator=generator,
             batch_size=rows_per_pass(model),
         )
-        grids = drawn.tokens.cpu() + 1
+        grids = data.layout.grids(drawn.tokens.cpu())
         solved = gather_rows(valid(grids) & keeps_clues(grids, puzzle)).double()
         about = f"rule {rule}, order {order}, {per_block(count)}, NFE {drawn.nfe}, {len(solved)} puzzles"
         about += (f", z {z}" if config.has_latent else "") + (", revising" if revise else "")

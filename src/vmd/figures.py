@@ -1,8 +1,10 @@
 """Pictures of results. Needs matplotlib (`pip install vmd[plots]`)."""
 
+import contextlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vmd.config import InvalidInput
@@ -46,6 +48,8 @@ def draw_figures(folder: Path) -> list[Path]:
         made.append(draw_bars(results, folder / "four-token.png"))
     if results["name"] == "ablations":
         made.append(draw_bits(results, folder / "bits.png"))
+    if results["name"] == "sudoku":
+        made += draw_sudoku(results, folder)
     return made
 
 
@@ -234,7 +238,84 @@ def draw_bars(results: dict, path: Path) -> Path:
     return save(figure, path)
 
 
-def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, title: str) -> None:
+def draw_sudoku(results: dict, folder: Path) -> list[Path]:
+    """Training curves, one puzzle filling in, and what latents do where there are several answers."""
+    made = []
+    systems = results["systems"]
+    curves = {name: about["curve"] for name, about in systems.items() if about["curve"]}
+    if curves:
+        made.append(draw_accuracy_curves(curves, folder / "curves.png"))
+    filling = next((about["filling"] for about in systems.values() if about.get("filling")), None)
+    if filling:
+        made.append(draw_filling(filling, folder / "filling.png"))
+    several = [row for row in results["rows"] if row["setting"]["data"] in ("multi", "grid")]
+    if several:
+        made.append(draw_several(several, folder / "several.png"))
+    return made
+
+
+def draw_accuracy_curves(curves: dict[str, list[dict]], path: Path) -> Path:
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    for number, (name, points) in enumerate(curves.items()):
+        x, y = [p["step"] for p in points], [p["solved"] for p in points]
+        style = "-" if name.startswith("ours") else "--"
+        axis.plot(x, y, style, label=name, color=plt.get_cmap("tab10")(number), linewidth=1.6)
+    axis.set_xlabel("training steps")
+    axis.set_ylabel("puzzles solved, %")
+    axis.set_ylim(-2, 102)
+    axis.set_title("order prob, NFE 20, argmax", fontsize=10)
+    axis.grid(color=GRID)
+    axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return save(figure, path)
+
+
+def draw_filling(filling: dict, path: Path, panels: int = 6) -> Path:
+    """Some steps of one puzzle side by side, with how sure the model was as colour."""
+    import numpy as np
+
+    plt = pyplot()
+    steps = [SimpleNamespace(**{k: np.array([v]) for k, v in frame.items()}) for frame in filling["frames"]]
+    frames = board_frames(filling["puzzle"], steps)
+    shown = sorted({round(i * (len(frames) - 1) / (panels - 1)) for i in range(panels)})
+    figure, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown), 2.9), layout="constrained", squeeze=False)
+    for axis, index in zip(axes[0], shown, strict=True):
+        canvas, sure, new, title = frames[index]
+        draw_board(axis, np.array(filling["puzzle"]), canvas, sure, new, title, size=62)
+    return save(figure, path)
+
+
+def draw_several(rows: list[dict], path: Path) -> Path:
+    """Valid grids in one draw against evaluations: puzzles with several solutions, and grids from nothing."""
+    plt = pyplot()
+    kinds = [k for k in ("multi", "grid") if any(row["setting"]["data"] == k for row in rows)]
+    figure, axes = plt.subplots(1, len(kinds), figsize=(4.8 * len(kinds), 3.6), layout="constrained", squeeze=False)
+    titles = {"multi": "puzzles with 2 to 50 solutions", "grid": "whole grids from nothing"}
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        here = [row for row in rows if row["setting"]["data"] == kind and row["metric"] == "valid"]
+        for number, name in enumerate(dict.fromkeys(row["system"] for row in here)):
+            best: dict[int, tuple] = {}  # of z drawn once or fresh, the better
+            for row in here:
+                if row["system"] == name:
+                    point = (row["value"], row["stderr"])
+                    best[row["setting"]["nfe"]] = max(point, best.get(row["setting"]["nfe"], point))
+            x = sorted(best)
+            y, error = zip(*(best[nfe] for nfe in x), strict=True)
+            label = name.partition(", ")[2]
+            axis.errorbar(x, y, error, marker="o", markersize=4, label=label, color=plt.get_cmap("tab10")(number))
+        ticks = sorted({row["setting"]["nfe"] for row in here})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
+        axis.set_xlabel("network evaluations")
+        axis.set_ylabel("valid grids in one draw, %")
+        axis.set_title(titles[kind], fontsize=10)
+        axis.grid(color=GRID)
+    axes[0, 0].legend(frameon=False, fontsize=9)
+    return save(figure, path)
+
+
+def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, title: str, size: float = 90) -> None:
     """A board: clues in black, digits written on a colour that says how sure the model was, the newest outlined."""
     side = round(len(puzzle) ** 0.5)
     box = round(side**0.5)
@@ -249,7 +330,7 @@ def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, t
             axis.add_patch(pyplot().Rectangle((column + 0.07, row + 0.07), 0.86, 0.86, fill=False, color="#c0504d"))
         if digit > 0:
             look = {"color": INK, "weight": "bold"} if puzzle[cell] else {"color": "#123a66"}
-            axis.text(column + 0.5, row + 0.54, str(int(digit)), ha="center", va="center", fontsize=72 / side, **look)
+            axis.text(column + 0.5, row + 0.54, str(int(digit)), ha="center", va="center", fontsize=size / side, **look)
     axis.set_axis_off()
     axis.set_title(title, fontsize=9)
 
@@ -263,9 +344,9 @@ def board_frames(puzzle: Any, steps: list) -> list[tuple]:
     frames = [(clues, sure, np.zeros(len(clues), bool), f"{(clues > 0).sum()} clues")]
     for number, step in enumerate(steps, start=1):
         shown = step.guess if number == len(steps) else step.canvas  # the last grid is what the model would write
-        digits, masked = shown[0].cpu().numpy(), step.masked[0].cpu().numpy()
+        digits, masked = np.asarray(shown[0]), np.asarray(step.masked[0])
         new = masked & (digits > 0)
-        score = np.clip(step.score[0].cpu().numpy(), 0, 1)
+        score = np.clip(np.asarray(step.score[0]), 0, 1)
         sure = np.where(new, score, np.where(digits > 0, sure, np.nan))
         frames.append((digits, sure, new, f"evaluation {number}: {(digits > 0).sum()} of {len(digits)} cells"))
     return frames
@@ -291,6 +372,7 @@ def animate_board(puzzle: Any, steps: list, path: Path) -> Path:
     except OSError as error:
         raise InvalidInput(f"{path}: cannot write: {error.strerror or error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         plt.close(figure)
     return path

@@ -57,6 +57,9 @@ def maskable_blocks(x0: Tensor, block_size: int, fixed: Tensor | None) -> Tensor
     return free.unflatten(-1, (-1, block_size))
 
 
+LINEAR_TIMES = 20
+
+
 def draw_masks(
     x0: Tensor,
     block_size: int,
@@ -74,6 +77,8 @@ def draw_masks(
     counts: k ~ U{1..m}, a uniformly random k-subset of the block's m maskable tokens, weight m/k. For the linear
         schedule this has exactly the expectation of Eq. 2, since the integral over t of (1/t) C(m,k) t^k (1-t)^(m-k)
         is 1/k; there is no clipping and never an empty mask.
+    linear: t one of 1/T, 2/T, ..., 1 for T = 20, each maskable token masked with probability t, weight 1 + 1/T - t
+        (Ye et al. 2025). No bound.
     times: t ~ U(t_min, 1], each maskable token masked with probability t, weight 1/t. A block that came out without
         masks has weight 0, so that it pays no KL (KL/t diverges as t -> 0).
     """
@@ -92,8 +97,12 @@ def draw_masks(
         t = 1 - (1 - t_min) * u
         mask = (scores < t.unsqueeze(-1)) & maskable
         weight = (1 - t_min) / t * mask.any(-1)
+    elif kind == "linear":
+        t = ((u * LINEAR_TIMES).long() + 1).clamp(max=LINEAR_TIMES) / LINEAR_TIMES
+        mask = (scores < t.unsqueeze(-1)) & maskable
+        weight = (1 + 1 / LINEAR_TIMES - t) * mask.any(-1)
     else:
-        raise ValueError(f"kind={kind!r}: expected counts or times")
+        raise ValueError(f"kind={kind!r}: expected counts, times or linear")
     mask = mask.view(batch, length)
     return Masks(mask, mask, weight.float())
 

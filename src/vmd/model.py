@@ -12,7 +12,7 @@ from vmd.data import Dataset
 from vmd.files import make_folder, read_json, read_tensors, write_atomically, write_tensors
 from vmd.latent import Categorical, Gaussian, standard_normal
 from vmd.masking import Masks
-from vmd.network import CodeFeatures, Decoder, Encoder, PriorNetwork, init_weights
+from vmd.network import CodeFeatures, Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
 from vmd.objective import Codes, Loss, code_objective, objective
 from vmd.sampling import Desk, Samples, check_prompt, sample
 
@@ -30,7 +30,8 @@ class VMD(nn.Module):
         self.config = config
         self.decoder = Decoder(config)
         gaussian = config.latent.kind == "gaussian"
-        self.encoder = Encoder(config) if gaussian else None
+        encoder = Encoder if config.latent.encoder_layers else NoEncoder
+        self.encoder = encoder(config) if gaussian else None
         self.prior_network = PriorNetwork(config) if gaussian and config.latent.prior == "learned" else None
         init_weights(self, torch.Generator().manual_seed(seed))
 
@@ -73,7 +74,13 @@ class VMD(nn.Module):
         return self.decoder.code_scores(xt, x0, target)
 
     def forward(
-        self, x0: Tensor, masks: Masks, noise: Tensor | None, kl_weight: float | Tensor = 1.0, free_bits: float = 0.0
+        self,
+        x0: Tensor,
+        masks: Masks,
+        noise: Tensor | None,
+        kl_weight: float | Tensor = 1.0,
+        free_bits: float = 0.0,
+        focal: float = 0.0,
     ) -> Loss:
         """Algorithms 1 and 3, line "compute the loss": a pure function of its arguments and the weights."""
         if self.config.latent.kind == "categorical":
@@ -88,6 +95,7 @@ class VMD(nn.Module):
             noise=noise,
             kl_weight=kl_weight,
             free_bits=free_bits,
+            focal=focal,
         )
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vmd.attention import CleanPrefix, Fused, KVCache, Visibility, Visible, attend, of_first_queries
 from vmd.config import ModelConfig
-from vmd.latent import Categorical, Gaussian
+from vmd.latent import Categorical, Gaussian, standard_normal
 from vmd.masking import apply_mask
 from vmd.objective import Codes
 
@@ -140,7 +140,7 @@ class Trunk(nn.Module):
             self.lines = nn.ModuleList(nn.Embedding(math.isqrt(config.length), config.width) for _ in range(3))
             self.register_buffer("places", board_places(config.length), persistent=False)
         frequencies = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-        angles = torch.arange(config.length).unsqueeze(1) * frequencies
+        angles = torch.arange(config.length).unsqueeze(1) * frequencies * config.rotary  # no angles: nothing is turned
         self.register_buffer("angles", angles, persistent=False)  # (L, d/2)
         self.angles: Tensor
 
@@ -316,7 +316,8 @@ class Decoder(nn.Module):
         keep: int | None = None,
     ) -> Tensor:
         if condition is None or not isinstance(self.pathway, LatentPathway):
-            return self.head(self.trunk(tokens, positions, visible, cache=cache, keep=keep))
+            h = self.trunk(tokens, positions, visible, cache=cache, keep=keep)
+            return self.head(torch.cat([h[:, :1], h[:, :-1]], dim=1) if self.config.shifted else h)
         r = self.config.block_size
         per_token = condition.repeat_interleave(r, dim=1)
         h = self.trunk(
@@ -532,6 +533,17 @@ class Encoder(nn.Module):
             return self.trunk(shown, positions, None, added=bits)
         doubled, bits = torch.cat([shown, x0], dim=1), torch.cat([bits, torch.zeros_like(bits)], dim=1)
         return self.trunk(doubled, positions.repeat(2), self.visible(), added=bits, keep=length)
+
+
+class NoEncoder(nn.Module):
+    """Sees nothing: z is as in the prior N(0, I)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.shape = (config.blocks, config.latent.dim)
+
+    def forward(self, x0: Tensor, mask: Tensor, target: Tensor | None = None) -> Gaussian:
+        return standard_normal(torch.zeros(len(x0), *self.shape, device=x0.device))
 
 
 class PriorNetwork(nn.Module):

@@ -50,6 +50,7 @@ def objective(
     noise: Tensor | None = None,
     kl_weight: float | Tensor = 1.0,
     free_bits: float = 0.0,
+    focal: float = 0.0,
 ) -> Loss:
     """Eq. 2 without an encoder; Eq. 5 (one block) and Eq. 7 (blocks) with one. Appendix: Eq. 8 is Eq. 2, Eq. 9 and Eq. 11
     are the braces, Eq. 10 is Eq. 5.
@@ -66,7 +67,7 @@ def objective(
     """
     weight = masks.weight  # (B, blocks)
     if encode is None:
-        nll = targets_nll(denoise, x0, masks, mask_id, None)
+        nll = targets_nll(denoise, x0, masks, mask_id, None, focal)
         loss = (nll * weight).sum(-1)
         return Loss(loss, loss, torch.zeros_like(loss))
     assert noise is not None, "a latent needs noise"
@@ -102,11 +103,15 @@ def token_nll(logits: Tensor, x0: Tensor) -> Tensor:
     return -logits.float().log_softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1)
 
 
-def targets_nll(denoise: Denoise, x0: Tensor, masks: Masks, mask_id: int, z: Tensor | None) -> Tensor:
-    """Sum over each block's target tokens, and over the steps where masks have them, of -log p(x0_i | ...): (B, blocks)."""
+def targets_nll(denoise: Denoise, x0: Tensor, masks: Masks, mask_id: int, z: Tensor | None, focal: float = 0.0) -> Tensor:
+    """Sum over each block's target tokens, and over the steps where masks have them, of -log p(x0_i | ...): (B, blocks).
+
+    With `focal` each is weighed by (1 - p)^focal, which turns to tokens that are still hard.
+    """
     flat, rows, steps = flatten_steps(x0, masks)
     z = None if z is None else z.repeat_interleave(steps, dim=0)
     nll = token_nll(denoise(apply_mask(rows, flat.mask, mask_id), rows, z), rows) * flat.target
+    nll = nll * (1 - (-nll).exp()) ** focal if focal else nll
     return nll.view(len(x0), steps, masks.weight.shape[-1], -1).sum((1, 3))
 
 

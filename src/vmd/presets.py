@@ -145,6 +145,32 @@ def sudoku(kind: str = "categorical") -> RunConfig:
     return with_latent(run, kind)
 
 
+def sudoku_paper(kind: str = "gaussian", encoder_layers: int = 4) -> RunConfig:
+    """The paper's Sudoku network and training: puzzle, [SEP], solution, [EOS]; one adaptive norm, gated pooling.
+
+    Its control has kind none; with no encoder layers z is there but carries nothing.
+    """
+    latent = LatentConfig(kind=kind, dim=128, encoder_layers=encoder_layers, pool="gated", shared_modulation=True)  # type: ignore[arg-type]
+    return RunConfig(
+        model=ModelConfig(layers=6, width=256, heads=8, prompt=82, latent=latent),
+        objective=ObjectiveConfig(kl_weight=82 / 128),  # 1 on the scale of `paper_kl_weight`
+        training=TrainingConfig(steps=20_000, batch_size=1_024, optimizer="adam", learning_rate=1e-3),
+        data=DataConfig(puzzles=True, layout="pair", augment=False),
+    )
+
+
+def sudoku_gpt2() -> RunConfig:
+    """The baseline of Ye et al. 2025 and Kim et al. 2025: GPT-2 of 3 layers, full attention, their weights."""
+    return RunConfig(
+        model=ModelConfig(
+            layers=3, width=384, heads=12, rotary=False, shifted=True, prompt=82, latent=LatentConfig(kind="none")
+        ),
+        objective=ObjectiveConfig(masking="linear", focal=1.0),
+        training=TrainingConfig(steps=20_000, batch_size=1_024, optimizer="adamw", learning_rate=1e-3),
+        data=DataConfig(puzzles=True, layout="pair", augment=False),
+    )
+
+
 def with_latent(run: RunConfig, kind: str) -> RunConfig:
     """A Gaussian's information costs half of its bound's price here: it collapses less."""
     latent = replace(run.model.latent, kind=kind)  # type: ignore[arg-type]
@@ -156,6 +182,12 @@ def all_presets() -> dict[str, RunConfig]:
     presets: dict[str, RunConfig] = {}
     for name, make in (("array", array), ("poker", poker), ("text", text), ("sudoku", sudoku)):
         presets |= {name: make(), f"{name}-gaussian": make("gaussian"), f"{name}-mdm": make("none")}
+    presets |= {
+        "sudoku-paper": sudoku_paper(),
+        "sudoku-mdm-paper": sudoku_paper("none"),
+        "sudoku-noise-paper": sudoku_paper(encoder_layers=0),
+        "sudoku-gpt2": sudoku_gpt2(),
+    }
     for family in FAMILIES:
         for latent in (True, False):
             suffix = ("" if latent else "-mdm") + ("" if family == "ours" else "-paper")

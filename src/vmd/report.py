@@ -43,7 +43,7 @@ def section(folder: Path, name: str, readme: Path) -> str:
     if name.startswith("bench"):
         return bench_section(folder / name)
     runs = load_results(folder, name)
-    text = to_markdown(*(summary_table(runs[0]) if name in ("ablations", "heads") else merged_table(runs))) + "\n"
+    text = to_markdown(*(summary_table(runs[0]) if name in ("ablations", "heads", "sudoku") else merged_table(runs))) + "\n"
     for run in runs:
         text += (
             f"`{run['command']}`: {run['hardware']['name']}, {run['seconds']:.0f} s for everything, "
@@ -56,6 +56,8 @@ def section(folder: Path, name: str, readme: Path) -> str:
         "heatmap-dependence-0.8.png",
         "four-token.png",
         "bits.png",
+        "filling.png",
+        "curves.png",
     ]
     shown = [p for p in pictures if (folder / name / p).exists()]
     return text + "".join(f"\n![{picture.removesuffix('.png')}]({where}/{picture})\n" for picture in shown)

@@ -210,6 +210,7 @@ class Rule(NamedTuple):
     temperature: float
     top_p: float
     revise: bool
+    order_noise: float = 0.0
 
 
 class Inputs(NamedTuple):
@@ -219,6 +220,7 @@ class Inputs(NamedTuple):
     uniforms: Tensor | None  # (B, r): of the tokens, if they are drawn
     random_order: Tensor | None  # (B, r): scores of positions, if the order is random
     quota: Tensor  # (B,): how many positions it reveals
+    doubt: Tensor | None = None  # (B, r): uniforms of the noise on the order, if there is any
 
 
 class Desk:
@@ -298,21 +300,22 @@ class Chosen(NamedTuple):
 
 def choose(logits: Tensor, before: Tensor, given: Tensor, mask_id: int, how: Rule, inputs: Inputs) -> Chosen:
     """Choose a token for every masked position, and keep the surest."""
-    _, uniforms, random_order, quota = inputs
+    _, uniforms, random_order, quota, doubt = inputs
     tokens = logits.argmax(-1) if uniforms is None else draw_tokens(logits, uniforms, how.temperature, how.top_p)
     masked = before == mask_id
     probabilities = None if random_order is not None else logits.double().softmax(-1)
     score = confidence(probabilities, how.order) if probabilities is not None else random_order
     assert score is not None
+    gumbel = 0.0 if doubt is None else -how.order_noise * (-doubt.log()).log()
     guess = torch.where(masked, tokens, before)
     if how.revise and probabilities is not None:
         written = confidence_in(probabilities, torch.where(masked, 0, before), how.order)
-        score = torch.where(masked, score, written).masked_fill(given, -torch.inf)
+        score = (torch.where(masked, score, written) + gumbel).masked_fill(given, -torch.inf)
         kept = first_by(score, quota) & ~given
         after = torch.where(kept, guess, torch.where(given, before, mask_id))
         revealed = kept & masked
     else:
-        score = score.masked_fill(~masked, -torch.inf)
+        score = (score + gumbel).masked_fill(~masked, -torch.inf)
         revealed = masked & first_by(score, quota)
         after = torch.where(revealed, tokens, before)
     return Chosen(guess, after, revealed, score, masked)
@@ -330,6 +333,7 @@ def sample(
     top_p: float = 1.0,
     z: str = "once",
     revise: bool = False,
+    order_noise: float = 0.0,
     cache: bool = True,
     generator: torch.Generator | None = None,
     seeds: Sequence[int] | None = None,
@@ -346,6 +350,7 @@ def sample(
     z: drawn once per block (the paper's), or fresh for every step.
     revise: a step keeps the surest of all tokens of the block so far, and masks again what an earlier one wrote and the
         model has come to doubt (as in Ye et al. 2025). Such samples have no certified likelihood.
+    order_noise: this much Gumbel noise is added to the confidences, so that the order is not greedy (Kim et al. 2025: 0.5).
     cache: keep keys and values of finished blocks; off, every evaluation runs over the whole prefix again.
     generator or seeds: with one seed per row, a row's result does not depend on the rest of its batch.
     desk: of an earlier batch of as many rows, to use what it recorded.
@@ -365,7 +370,9 @@ def sample(
     require(desk.cached == cache, f"cache={cache}: expected {desk.cached}, as the desk was made")
     desk.lay_out(prompt)
     require(not revise or order != "random", "revise: expected order prob, margin or entropy: what to doubt is not random")
-    how = Rule(order, rule, temperature, top_p, revise)
+    require(0 <= order_noise < float("inf"), f"order_noise={order_noise}: expected a number of at least 0")
+    require(not order_noise or order != "random", f"order_noise={order_noise}: expected 0 with order random")
+    how = Rule(order, rule, temperature, top_p, revise, order_noise)
     gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
     has_gaps = gaps.any(0).tolist()  # for all blocks at once: it waits for the device
     nfe, cache_passes, steps_taken = 0, 0, []
@@ -375,6 +382,7 @@ def sample(
         z_noise = None if desk.latents is None else noise.normal(steps if z == "fresh" else 1, desk.latents.shape[-1])
         token_uniforms = noise.uniform(steps, r)
         random_order = noise.uniform(r)
+        doubts = noise.uniform(steps, r) if order_noise else None
         desk.go_to(block)
         if not has_gaps[block] and z_noise is not None:
             desk.predictor.draw(desk.canvas, block, desk.latents, z_noise[:, -1])
@@ -390,6 +398,7 @@ def sample(
                     None if rule == "argmax" else token_uniforms[:, step],
                     random_order if order == "random" else None,
                     count,
+                    None if doubts is None else doubts[:, step],
                 )
                 revealed, score, masked = desk.step(block, how, inputs)
                 nfe += 1

@@ -1,5 +1,7 @@
 """Sudoku puzzles solved by a model. The rules of the board say when a grid is right: no solution has to be known."""
 
+import math
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from vmd.config import require, require_range
+from vmd.config import ModelConfig, require, require_range
 from vmd.data import sudoku_engine as engine
 from vmd.data.sudoku import Puzzles, Symmetry, check_digits, keeps_clues, load_puzzles, random_symmetry, valid
 from vmd.files import write_atomically
@@ -61,12 +63,17 @@ def solve_puzzles(
     model would write, kept or not, is right, else after the last step.
     """
     config = model.config
-    require(config.blocks == 1, f"a model of {config.blocks} blocks: expected one block, the whole board")
-    require(puzzle.shape[-1] == config.length, f"puzzles of {puzzle.shape[-1]} cells: expected {config.length}, the model's")
+    size = f"{config.blocks} x {config.block_size} positions and {config.vocab_size} tokens"
+    require(knows_boards(config), f"a model of {size}: expected one of whole Sudoku boards, a token for each digit")
+    require(puzzle.dim() == 2, f"puzzles of shape {tuple(puzzle.shape)}: expected (n, {config.length})")
+    require(puzzle.shape[1] == config.length, f"puzzles of {puzzle.shape[1]} cells: expected {config.length}, the model's")
+    digits = ((puzzle >= 0) & (puzzle <= config.vocab_size)).all()
+    require(bool(digits), f"puzzles: expected digits 1 to {config.vocab_size}, and 0 for blanks")
     check_settings(config, steps, order, rule, "once", 1.0, 1.0)
     require(not revise or order != "random", "revise: expected order prob, margin or entropy: what to doubt is not random")
     require_range("tries", tries, 1)
     require_range("batch_size", batch_size, 1)
+    require_range("seed", seed, 0, 2**62)
     puzzle = puzzle.to(model.device).long()
     grids = torch.zeros_like(puzzle)
     right = torch.zeros(len(puzzle), dtype=torch.bool, device=model.device)
@@ -90,10 +97,14 @@ def solve_puzzles(
                 right[rows] = found
                 evaluations[rows] += spent
                 taken[rows] += 1
-                on_rows(int(right.sum()) if tries > 1 and attempt else int((taken > 0).sum()))
+                on_rows(int((right | (taken == tries)).sum()))
     finally:
         model.train(was_training)
     return Solved(grids, right, evaluations, taken)
+
+
+def knows_boards(config: ModelConfig) -> bool:
+    return config.blocks == 1 and config.length in engine.BOARDS and config.vocab_size == math.isqrt(config.length)
 
 
 def fill(
@@ -214,18 +225,23 @@ def solve_command(
     what: str, folder: str | None, device: str, batch: int, animate: Path | None, out: Path | None, options: dict[str, Any]
 ) -> bool:
     """Solve one puzzle, or a file of them, and say so on the terminal. Whether all were solved."""
-    is_file = len(what) < 1_000 and Path(what).is_file()
+    is_file = os.path.isfile(what)
     require(is_file or out is None, f"--out {out}: expected with a file of puzzles")
     require(not is_file or animate is None, f"--animate {animate}: expected with one puzzle, not a file")
     require(animate is None or animate.suffix == ".gif", f"--animate {animate}: expected a name that ends in .gif")
+    for option, path in (("--animate", animate), ("--out", out)):
+        require(path is None or path.parent.is_dir(), f"{option} {path}: no such folder {path and path.parent}")
+    if animate is not None:
+        from vmd.figures import pyplot
+
+        pyplot()  # a missing matplotlib is better known before the solving
     if folder is None:
         require(SHIPPED.is_dir(), "no solver came with this copy of vmd: give one with --model (`vmd train sudoku`)")
     model = VMD.from_pretrained(SHIPPED if folder is None else folder, device=device)
-    cells = model.config.length
-    whole = cells in engine.BOARDS and model.config.blocks == 1
-    require(whole, f"--model {folder}: expected a model of whole Sudoku boards")
+    require(knows_boards(model.config), f"--model {folder}: expected a model of whole Sudoku boards")
+    options = options | {"steps": options["steps"] or min(20, model.config.length)}
     if not is_file:
-        return solve_one(model, parse_puzzle(what, cells), animate, options)
+        return solve_one(model, parse_puzzle(what, model.config.length), animate, options)
     return solve_file(model, load_puzzles(what), batch, out, options)
 
 
@@ -249,7 +265,8 @@ def solve_one(model: VMD, puzzle: Tensor, animate: Path | None, options: dict[st
     if animate is not None:
         from vmd.figures import animate_board
 
-        say(f"animation: {animate_board(puzzle[0], frames[int(found.tries[0]) - 1], animate)}")
+        shown = frames[int(found.tries[0]) - 1 if solved else 0]  # the try that wrote the grid
+        say(f"animation: {animate_board(puzzle[0], shown, animate)}")
     return solved
 
 

@@ -49,8 +49,8 @@ def printed(rows: list[dict], **wanted) -> str:
 
 
 def summary_table(results: dict) -> Table:
-    """Of one run: see `merged_table`; of the ablations, the certified bits."""
-    special = {"ablations": bits_table, "heads": heads_table}
+    """Of one run: see `merged_table`; of the ablations, the certified bits; of Sudoku, the paper's table."""
+    special = {"ablations": bits_table, "heads": heads_table, "sudoku": sudoku_table}
     return special[results["name"]](results) if results["name"] in special else merged_table([results])
 
 
@@ -102,9 +102,9 @@ def render(results: dict) -> str:
     seeds = len(results["seeds"])
     where = f"{results['hardware']['name']}, {results['seconds']:.0f} s, {seeds} seed{'s' if seeds > 1 else ''}"
     head = f"# {results['name']}\n\n`{results['command']}` ({where})\n\n"
-    if results["name"] in ("ablations", "heads"):
-        sections = [f"## {title}\n\n{to_markdown(*table)}" for title, table in ablation_tables(results)]
-        return head + "\n".join(sections)
+    if results["name"] in ("ablations", "heads", "sudoku"):
+        tables = sudoku_tables(results) if results["name"] == "sudoku" else ablation_tables(results)
+        return head + "\n".join(f"## {title}\n\n{to_markdown(*table)}" for title, table in tables)
     return head + f"{to_markdown(*summary_table(results))}\n## Every row\n\n{to_markdown(*detail_table(results))}"
 
 
@@ -217,6 +217,120 @@ def ablation_rows(results: dict) -> Table:
         values = [s.get(key, "") for key in ("objective", "data", "steps", "nfe", "z", "rule", "order", "iwae", "n")]
         lines.append([row["system"], *map(str, values), names[row["metric"]], number(row["value"], digits, row["stderr"])])
     return headers, lines
+
+
+def sudoku_tables(results: dict) -> list[tuple[str, Table]]:
+    tables = [
+        ("Solved, %, argmax", sudoku_table(results)),
+        ("Every order and number of evaluations, logic puzzles, argmax, % solved", sudoku_orders(results)),
+        ("Other puzzles and revising, argmax, % solved", sudoku_kinds(results)),
+        ("Best of S tries by the rules, order margin, % solved at evaluations per puzzle", sudoku_tries(results)),
+        ("Puzzles with several solutions, rule sample, order prob", sudoku_several(results)),
+        ("Whole grids from nothing, rule sample, order prob, % valid", sudoku_grids(results)),
+    ]
+    return [(title, table) for title, table in tables if table[1]]
+
+
+def percent(found: dict | None) -> str:
+    return "" if found is None else number(found["value"], 1, found["stderr"])
+
+
+def plain_rows(results: dict) -> list[dict]:
+    """One try, nothing revised, a greedy order."""
+    marks = ("revise", "order_noise", "tries")
+    return [r for r in results["rows"] if r["metric"] == "solved" and not any(r["setting"].get(m) for m in marks)]
+
+
+def sudoku_table(results: dict) -> Table:
+    """The paper's table with a row for each system: logic puzzles, two orders, three numbers of evaluations."""
+    places = [(order, steps) for order in ("prob", "margin") for steps in (5, 10, 20)]
+    rows, lines = plain_rows(results), []
+    for name, about in results["systems"].items():
+        if about["trained_on"] not in ("logic", "any"):
+            continue
+        cells = [percent(find(rows, system=name, data="logic", order=o, steps=s)) for o, s in places]
+        counts = about["parameters"]
+        decoder = counts["backbone"] + counts["pathway"]
+        size = f"{decoder / 1e6:.1f} M" + (f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else "")
+        seen, minutes = f"{about['rows_seen'] / 1e6:.1f} M", f"{about['training_seconds'] / 60:.1f}"
+        lines.append([name, size, seen, minutes, *cells])
+        shown = {(r["setting"]["order"], r["setting"]["steps"]): r.get("paper") for r in rows if r["system"] == name}
+        if any(shown.values()):
+            figures = ["" if shown.get(place) is None else f"{shown[place]:.1f}" for place in places]
+            lines.append(["  as the paper prints it", "", "", "", *figures])
+    return ["system", "parameters", "puzzles seen", "minutes", *(f"{o}, NFE {s}" for o, s in places)], lines
+
+
+def sudoku_orders(results: dict) -> Table:
+    rows = [r for r in plain_rows(results) if r["setting"]["data"] == "logic"]
+    counts = sorted({r["setting"]["steps"] for r in rows})
+    lines = []
+    for name, order in dict.fromkeys((r["system"], r["setting"]["order"]) for r in rows):
+        lines.append([name, order, *(percent(find(rows, system=name, order=order, steps=c)) for c in counts)])
+    return ["system", "order", *(f"NFE {c}" for c in counts)], lines
+
+
+def sudoku_kinds(results: dict) -> Table:
+    """Puzzles of every kind, and decoders that revise or shuffle."""
+    rows = [r for r in results["rows"] if r["metric"] == "solved" and "tries" not in r["setting"]]
+    lines = []
+    for r in rows:
+        s = r["setting"]
+        special = (
+            "revising" if s.get("revise") else f"noise {s['order_noise']:g} on the order" if s.get("order_noise") else ""
+        )
+        if s["data"] != "logic" or special:
+            lines.append([r["system"], s["data"], s["order"], str(s["nfe"]), special, percent(r)])
+    return ["system", "puzzles", "order", "NFE", "", "solved"], lines
+
+
+def sudoku_tries(results: dict) -> Table:
+    rows = [r for r in results["rows"] if "tries" in r["setting"]]
+    counts = sorted({r["setting"]["tries"] for r in rows})
+    lines = []
+    for name, data, revise in dict.fromkeys((r["system"], r["setting"]["data"], r["setting"]["revise"]) for r in rows):
+        here = {"system": name, "data": data, "revise": revise}
+        cells = []
+        for found in (find(rows, **here, early=False, tries=count) for count in counts):
+            cells.append("" if found is None else f"{found['value']:.2f} at {found['setting']['evaluations']:.1f}")
+        early = find(rows, **here, early=True, tries=counts[-1])
+        cells.append("" if early is None else f"{early['value']:.2f} at {early['setting']['evaluations']:.1f}")
+        lines.append([name, data, "yes" if revise else "no", *cells])
+    last = f"{counts[-1]} tries, stopping early" if counts else ""
+    return ["system", "puzzles", "revising", *(f"{c} tr{'y' if c == 1 else 'ies'}" for c in counts), last], lines
+
+
+def sudoku_several(results: dict) -> Table:
+    rows = [r for r in results["rows"] if r["setting"]["data"] == "multi"]
+    counts = sorted({r["setting"]["steps"] for r in rows})
+    lines = []
+    for name, z in dict.fromkeys((r["system"], r["setting"]["z"]) for r in rows):
+        cells = []
+        for count in counts:
+            share, kl, ideal = (
+                find(rows, system=name, z=z, steps=count, metric=m)
+                for m in ("valid", "kl_to_uniform", "kl_to_uniform_ideal")
+            )
+            if share is None:
+                cells.append("")
+                continue
+            cells.append(
+                percent(share)
+                + " %"
+                + ("" if kl is None or ideal is None else f" · {kl['value']:.3f} ({ideal['value']:.3f})")
+            )
+        lines.append([name, "" if name.endswith("no z") else z, *cells])
+    return ["valid · KL to uniform (if drawn evenly)", "z", *(f"NFE {c}" for c in counts)], lines
+
+
+def sudoku_grids(results: dict) -> Table:
+    rows = [r for r in results["rows"] if r["setting"]["data"] == "grid"]
+    counts = sorted({r["setting"]["steps"] for r in rows})
+    lines = []
+    for name, z in dict.fromkeys((r["system"], r["setting"]["z"]) for r in rows):
+        cells = [percent(find(rows, system=name, z=z, steps=c, metric="valid")) for c in counts]
+        lines.append([name, "" if name.endswith("no z") else z, *cells])
+    return ["system", "z", *(f"NFE {c}" for c in counts)], lines
 
 
 def to_markdown(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -164,9 +164,9 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     return [Batch(x0, Masks(*m), noise) for x0, m, noise in zip(batch.x0.chunk(count), masks, noises, strict=True)]
 
 
-def mean_loss(model: nn.Module, batch: Batch, kl_weight: Tensor, free_bits: float) -> Loss:
+def mean_loss(model: nn.Module, batch: Batch, kl_weight: Tensor, free_bits: float, focal: float = 0.0) -> Loss:
     """Nats per token, (): of one model, or (M,): of each model of an ensemble. Pure: this is what gets compiled."""
-    loss = model(batch.x0, batch.masks, batch.noise, kl_weight, free_bits)
+    loss = model(batch.x0, batch.masks, batch.noise, kl_weight, free_bits, focal)
     return Loss(*(part.mean(-1) / batch.x0.shape[-1] for part in loss))
 
 
@@ -303,7 +303,8 @@ class Step:
         for index, part in enumerate(parts):
             last = index + 1 == len(parts)
             with gradients_kept_local(self.network, not last), precision(self.run.training.precision):
-                loss = self.loss_function(self.network, part, kl_weight, self.run.objective.free_bits)
+                objective = self.run.objective
+                loss = self.loss_function(self.network, part, kl_weight, objective.free_bits, objective.focal)
                 (loss.total.sum() / len(parts)).backward()
             losses.append(Loss(*(value.detach() for value in loss)))
         norm = clip_gradients(self.parameters, self.run.training.clip, per_model=self.per_model)
@@ -374,12 +375,15 @@ def train(
     kl_weights: Tensor | None = None,
     on_step: Callable[[int, dict | None], None] = lambda step, record: None,
     on_note: Callable[[str], None] = lambda text: None,
+    on_look: Callable[[int], None] | None = None,
+    look_every: int = 0,
 ) -> list[dict]:
     """Algorithms 1 and 3: train in place and return the log. With `out`, metrics, checkpoints and the model go there.
 
     `kl_weights` (M,) gives each model of an ensemble a KL weight of its own. `on_step(done, record)` is called after
     every step; the record is None except when a log line was written. `on_note(text)` is told where a resumed run goes on
-    from. With `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step was saved.
+    from. `on_look(done)` is called every `look_every` steps and at the end, while the model has its averaged weights. With
+    `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step was saved.
     """
     objective, training = config.objective, config.training
     device = next(model.parameters()).device
@@ -469,6 +473,12 @@ def train(
                     append_line(out / "metrics.jsonl", record)
             if saving and out is not None:
                 save_checkpoint(out, done, parameters, average, optimizer, to_dict(config), write=leads)
+            if on_look is not None and ((look_every and done % look_every == 0) or done == training.steps):
+                looked = time.perf_counter()
+                with averaged(parameters, average), attention_by(model, uncompiled(way)):
+                    on_look(done)
+                looked = time.perf_counter() - looked  # which is not training
+                started, last_time = started + looked, last_time + looked
             on_step(done, record)
             if stopped_by is not None and done < training.steps:
                 wait_for_all()  # torchrun ends the others when one has gone, and the first may still be writing
@@ -484,6 +494,21 @@ def train(
             if leads:
                 model.save_pretrained(out, weights_now)
     return log
+
+
+@contextmanager
+def averaged(parameters: dict[str, nn.Parameter], average: dict[str, Tensor] | None) -> Iterator[None]:
+    """The model has its averaged weights inside, if there are any."""
+    own = {name: p.detach().clone() for name, p in parameters.items()} if average else {}
+    with torch.no_grad():
+        for name in own:
+            parameters[name].copy_(average[name])  # type: ignore[index]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, kept in own.items():
+                parameters[name].copy_(kept)
 
 
 def take_folder(out: Path, resume: bool, stack: ExitStack) -> None:

@@ -46,15 +46,17 @@ def load_data(
     on_progress: OnProgress = lambda done, total: None,
     puzzles: bool = False,
     augment: bool = True,
+    layout: str = "board",
 ) -> "Law | ArrayData | TextData | SudokuData":
     """A law by name, an array by the path of its .npy, text (`text8`, or the path of a file or a folder), or Sudoku puzzles.
 
-    A file is read as puzzles if it is called .sudoku, or with `puzzles`; they are turned by their symmetries with `augment`.
+    A file is read as puzzles if it is called .sudoku, or with `puzzles`; they are turned by their symmetries with `augment`
+    and laid out in place (board), or as a puzzle and its solution (pair).
     Text is cut into chunks of `length` tokens of the tokenizer (char, byte, or the path of a JSON file; default char). It is
     prepared once and kept (`vmd.data.text`).
     """
     if puzzles or name.endswith(".sudoku"):
-        return SudokuData(load_puzzles(name), seed, augment)
+        return SudokuData(load_puzzles(name), seed, augment, pair=layout == "pair")
     if name.endswith(".npy"):
         return load_array(name, seed)
     if is_text(name):

@@ -3,6 +3,7 @@
 import csv
 import functools
 import hashlib
+import math
 import os
 import re
 import struct
@@ -27,7 +28,8 @@ from vmd.data.arrays import ArrayData
 from vmd.files import claimed, make_folder, write_atomically
 from vmd.masking import Rows
 
-KINDS = ("logic", "hard", "any", "multi")  # solved by the seven strategies, not solved by them, either, several solutions
+# Solved by the seven strategies, not solved by them, either, with several solutions, without any clues.
+KINDS = ("logic", "hard", "any", "multi", "grid")
 SOLUTIONS = (2, 50)  # fewest and most of a multi puzzle; the other kinds have one
 TEST_SHARE = 20  # one in so many classes of grids belongs to the test side
 UNIT = 100  # puzzles drawn from one random state
@@ -288,6 +290,9 @@ def _draw(count: int, kind: str, state: np.ndarray, board: engine.Board, test: b
         engine.random_grid(board, state, solution[kept])
         if test is not None and in_test(solution[kept]) != test:
             continue
+        if kind == "grid":
+            kept, tried = kept + 1, tried + 1
+            continue
         puzzle[kept] = solution[kept]
         if engine.random_puzzle(board, state, low, high, puzzle[kept]) == 0:
             continue
@@ -373,7 +378,7 @@ def make_puzzles(
                 for drawn in run(draw_unit, units):
                     tried, logic = tried + drawn.tried, logic + drawn.logic
                     new = []
-                    for row, puzzle in enumerate(drawn.puzzle):
+                    for row, puzzle in enumerate(drawn.solution if kind == "grid" else drawn.puzzle):
                         key = hashlib.blake2b(puzzle.tobytes(), digest_size=16).digest()
                         if key not in seen:
                             seen.add(key)
@@ -393,7 +398,7 @@ def make_puzzles(
         "workers": workers,
         "compiled": engine.COMPILED,
         "made": tried,  # before those of another kind were left out
-        "logic_share": None if kind == "multi" else logic / tried,
+        "logic_share": None if kind in ("multi", "grid") else logic / tried,
         "seconds": seconds,
         "per_second": (train + test) / seconds,
     }
@@ -446,10 +451,58 @@ def augment(pairs: Tensor, *, generator: torch.Generator | None = None, rows: Ro
     return random_symmetry(*pairs.shape[::2], generator=generator, rows=rows, device=pairs.device).apply(pairs)
 
 
-class SudokuData:
-    """Solutions as tokens, digit - 1, with their clues. Rows are shuffled anew every epoch, as those of an array are."""
+class Layout(NamedTuple):
+    """How a puzzle and its solution are a sequence of tokens.
 
-    def __init__(self, puzzles: Puzzles, seed: int = 0, augmented: bool = True):
+    In place: the cells of the solution, digit - 1, of which clues are given. As a pair, the paper's 164 tokens: the puzzle,
+    0 for blanks, [SEP], the solution, [EOS]; all of the solution is to be written, clues too.
+    """
+
+    cells: int
+    pair: bool
+
+    @property
+    def side(self) -> int:
+        return math.isqrt(self.cells)
+
+    @property
+    def length(self) -> int:
+        return 2 * self.cells + 2 if self.pair else self.cells
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        digits = tuple(map(str, range(1, self.side + 1)))
+        return ("0", *digits, "[SEP]", "[EOS]") if self.pair else digits
+
+    def prompt(self, puzzle: Tensor) -> Tensor:
+        """(B, cells) digits, 0 for blanks -> (B, length) tokens, -1 where the model is to write."""
+        if not self.pair:
+            return puzzle.long() - 1
+        separator = torch.full_like(puzzle[:, :1], self.side + 1, dtype=torch.long)
+        return torch.cat([puzzle.long(), separator, puzzle.new_full((len(puzzle), self.cells + 1), -1).long()], dim=1)
+
+    def tokens(self, puzzle: Tensor, solution: Tensor) -> Tensor:
+        """(B, cells) digits both -> (B, length)."""
+        if not self.pair:
+            return solution.long() - 1
+        end = torch.full_like(solution[:, :1], self.side + 2, dtype=torch.long)
+        return torch.cat([self.prompt(puzzle)[:, : self.cells + 1], solution.long(), end], dim=1)
+
+    def grids(self, tokens: Tensor) -> Tensor:
+        """(B, length) tokens -> (B, cells): what the model wrote. No digit where it wrote none."""
+        return tokens[:, self.cells + 1 : -1] if self.pair else tokens + 1
+
+
+def layout_of(length: int) -> Layout | None:
+    """The layout of sequences of that length, if they can be puzzles."""
+    found = (Layout(cells, pair) for cells in engine.BOARDS for pair in (False, True))
+    return next((layout for layout in found if layout.length == length), None)
+
+
+class SudokuData:
+    """Puzzles with their solutions as tokens, and what is given. Rows are shuffled anew every epoch, as an array's are."""
+
+    def __init__(self, puzzles: Puzzles, seed: int = 0, augmented: bool = True, pair: bool = False):
         unsolved = np.flatnonzero(~puzzles.solution.any(1))
         require(len(puzzles) > 0, f"{puzzles.name}: no puzzles")
         require(
@@ -457,26 +510,26 @@ class SudokuData:
             f"{puzzles.name}: no solution given for {len(unsolved)} of {len(puzzles)} puzzles: expected one for each",
         )
         self.puzzles, self.name, self.augmented = puzzles, puzzles.name, augmented
-        self.length = puzzles.solution.shape[1]
-        self.vocab_size = engine.BOARDS[self.length].units.shape[1]
-        self.symbols = tuple(map(str, range(1, self.vocab_size + 1)))
+        self.layout = Layout(puzzles.solution.shape[1], pair)
+        self.length, self.symbols = self.layout.length, self.layout.symbols
+        self.vocab_size = len(self.symbols)
         self._pairs = ArrayData(np.concatenate([puzzles.puzzle, puzzles.solution], axis=1), puzzles.name, seed)
 
     def batch(
         self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
     ) -> Tensor:
-        """(size, L) tokens of solutions, or these rows of them."""
+        """(size, L) tokens, or these rows of them."""
         return self.puzzle_batch(step, size, rows=rows, generator=generator, device=device)[0]
 
     def puzzle_batch(
         self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None
     ) -> tuple[Tensor, Tensor]:
-        """The same, and (size, L) bool: where the clues are. The step decides on puzzles, the generator on symmetries."""
+        """The same, and (size, L) bool: what is given. The step decides on puzzles, the generator on symmetries."""
         pairs = self._pairs.batch(step, size, rows=rows, device=device).unflatten(1, (2, -1))
         if self.augmented:
             pairs = augment(pairs, generator=generator, rows=rows)
         puzzle, solution = pairs.unbind(1)
-        return solution - 1, puzzle > 0
+        return self.layout.tokens(puzzle, solution), self.layout.prompt(puzzle) >= 0
 
 
 # Judging grids
