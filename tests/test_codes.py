@@ -59,7 +59,7 @@ def test_the_score_of_a_code_is_the_log_probability_under_that_code_alone(z_conf
     features, scores = model.decoder.code_features(xt, x0), model.codes(xt, x0, target)
     assert scores.log_prior.shape == scores.log_likelihood.shape == (5, length // r, K)
     for code in range(K):
-        logits = model.decoder.code_logits(features, torch.full((5, length // r), code))
+        logits = model.decoder.code_logits(features, torch.full((5, length // r, 1), code))
         log_p = logits.log_softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1) * target
         alone = log_p.view(5, -1, r).sum(-1)
         torch.testing.assert_close(scores.log_likelihood[..., code], alone, atol=1e-5, rtol=1e-5)

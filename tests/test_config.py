@@ -253,7 +253,7 @@ def test_codes_have_no_kl_to_weigh(fields):
     ObjectiveConfig(**fields).check(tiny_config(4, 2, z=latent()))
     ObjectiveConfig().check(tiny_config(4, 2, z=codes()))
     ((name, value),) = fields.items()
-    with pytest.raises(InvalidInput, match=rf"objective.{name}={value}: expected \d with a categorical") as error:
+    with pytest.raises(InvalidInput, match=rf"objective.{name}={value}: expected \d with a latent of codes") as error:
         ObjectiveConfig(**fields).check(tiny_config(4, 2, z=codes()))
     assert one_line(error)
 
@@ -285,7 +285,7 @@ def test_codes_need_a_layer_before_them_and_no_clean_stream():
     with pytest.raises(InvalidInput, match=r"code_layers=2: expected fewer than model.layers = 2"):
         tiny_config(4, 2, z=codes(layers=2))
     tiny_config(4, 2, z=LatentConfig(kind="gaussian", code_layers=2))  # not used there
-    with pytest.raises(InvalidInput, match=r"on_clean=true.*categorical"):
+    with pytest.raises(InvalidInput, match=r"on_clean=true.*codes"):
         codes(on_clean=True)
 
 

@@ -533,6 +533,7 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
             kinds = {
                 "gaussian": f"latent {model.latent.dim}",
                 "categorical": f"{model.latent.codes} codes",
+                "chain": f"chain of {model.latent.codes} codes",
                 "none": "no latent",
             }
             latent = kinds[model.latent.kind]

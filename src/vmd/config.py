@@ -36,7 +36,8 @@ def require_range(name: str, value: float, low: float, high: float = float("inf"
 class LatentConfig:
     """The latent of each block: a Gaussian with an encoder that infers it while training, or one of K codes, summed over."""
 
-    kind: Literal["none", "gaussian", "categorical"] = "gaussian"
+    # categorical: one of K codes for a block. chain: a code for each of its tokens, a Markov chain of K states.
+    kind: Literal["none", "gaussian", "categorical", "chain"] = "gaussian"
     # gaussian
     dim: int = 32
     encoder_layers: int = 2  # 0: z is drawn from the prior while training too, and carries nothing (a control)
@@ -47,7 +48,7 @@ class LatentConfig:
     shared_modulation: bool = False  # one adaptive norm for all layers (the paper's Sudoku; DiT-Air), not one for each
     prior: Literal["normal", "learned"] = "normal"  # the paper's N(0, I), or p(z^b | revealed tokens, earlier blocks)
     prior_layers: int = 1  # of the network of a learned prior
-    # categorical
+    # categorical and chain
     codes: int = 64
     head: Literal["bilinear", "additive"] = "bilinear"  # how the code enters the output layer; additive is worse
     head_dim: int = 0  # rank of the bilinear head; 0: the width
@@ -64,17 +65,25 @@ class LatentConfig:
         require_range("model.latent.code_layers", self.code_layers, 0, 1_000)
         require_range("model.latent.code_chunk", self.code_chunk, 0)
         require(
-            not (self.kind == "categorical" and self.prior == "learned"),
-            "model.latent.prior=learned: expected normal with a categorical latent, whose prior is learned anyway",
+            not (self.coded and self.prior == "learned"),
+            "model.latent.prior=learned: expected normal with a latent of codes, whose prior is learned anyway",
         )
         require(
             not (self.head == "additive" and self.head_dim),
             f"model.latent.head_dim={self.head_dim}: expected 0 with head=additive, which has no rank",
         )
         require(
-            not (self.kind == "categorical" and self.on_clean),
-            "model.latent.on_clean=true: expected false with a categorical latent, whose codes are summed block by block",
+            not (self.coded and self.on_clean),
+            "model.latent.on_clean=true: expected false with a latent of codes, which are summed block by block",
         )
+        require(
+            self.kind != "chain" or not self.code_layers,
+            f"model.latent.code_layers={self.code_layers}: expected 0 with a chain, whose codes differ from token to token",
+        )
+
+    @property
+    def coded(self) -> bool:
+        return self.kind in ("categorical", "chain")
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class ModelConfig:
             f"model.width={self.width}: expected a multiple of 2 * model.heads = {2 * self.heads}",
         )
         require(
-            self.latent.kind != "categorical" or self.latent.code_layers < self.layers,
+            not self.latent.coded or self.latent.code_layers < self.layers,
             f"model.latent.code_layers={self.latent.code_layers}: expected fewer than model.layers = {self.layers}: "
             "the prior of the code comes from the layers before",
         )
@@ -214,12 +223,12 @@ class ObjectiveConfig:
             self.samples == 1 or model.has_latent,
             f"objective.samples={self.samples}: expected 1 without a latent: there is no z to draw",
         )
-        if model.latent.kind == "categorical":
+        if model.latent.coded:
             for name, plain in (("kl_weight", 1), ("samples", 1), ("kl_warmup_steps", 0), ("free_bits", 0)):
                 value = getattr(self, name)
                 require(
                     value == plain,
-                    f"objective.{name}={value}: expected {plain} with a categorical latent: "
+                    f"objective.{name}={value}: expected {plain} with a latent of codes: "
                     "it is summed exactly and has no KL term",
                 )
         if model.z_reaches_later_blocks:

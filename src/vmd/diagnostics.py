@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vmd.latent import CodeChain
 from vmd.masking import Masks
 from vmd.model import VMD
-from vmd.objective import code_terms, infer, targets_nll
+from vmd.objective import ChainCodes, code_terms, infer, targets_nll
 
 COLLAPSED = 0.01  # nats per block that z must carry
 DEAD = 0.01  # a code is dead if it has less than this part of an even share
@@ -40,9 +41,9 @@ def diagnose(
         return None
     mask = torch.ones_like(x0, dtype=torch.bool) if fixed is None else (~fixed).expand_as(x0)
     tokens = int(mask.sum())
-    learned = config.latent.kind == "categorical" or config.latent.prior == "learned"
+    learned = config.latent.coded or config.latent.prior == "learned"
     one_prior = not learned or (config.blocks == 1 and fixed is None)  # the same for every row
-    if config.latent.kind == "categorical":
+    if config.latent.coded:
         return diagnose_codes(model, x0, fixed, tokens, one_prior)
     masks = Masks(mask, mask, torch.ones(len(x0), config.blocks, device=x0.device))
     scored = mask.unflatten(-1, (config.blocks, -1)).any(-1)
@@ -71,11 +72,13 @@ def diagnose(
 def diagnose_codes(model: VMD, x0: Tensor, fixed: Tensor | None, tokens: int, one_prior: bool) -> Diagnostics:
     """The posterior over codes is known: entropies of it and of its mean, block by block, give the information."""
     posterior, log_prior, log_likelihood = code_posterior(model, x0, fixed)  # (rows and blocks, K) each
+    chain = model.config.latent.kind == "chain"
     blocks = len(posterior) // len(x0)
     usage_by_block = posterior.unflatten(0, (len(x0), blocks)).mean(0)  # (blocks, K)
-    kl = float((posterior * ((posterior + 1e-30).log() - log_prior)).sum(-1).mean())
+    each = model.config.block_size if chain else 1  # codes of a block, whose sums are those of its tokens
+    kl = each * float((posterior * ((posterior + 1e-30).log() - log_prior)).sum(-1).mean())
     own = torch.special.entr(posterior).sum(-1).mean()
-    information = float(torch.special.entr(usage_by_block).sum(-1).mean() - own)
+    information = each * float(torch.special.entr(usage_by_block).sum(-1).mean() - own)
     expected = [-(weights * log_likelihood).sum() for weights in (posterior, log_prior.exp())]
     usage = usage_by_block.mean(0)
     return Diagnostics(
@@ -92,14 +95,20 @@ def diagnose_codes(model: VMD, x0: Tensor, fixed: Tensor | None, tokens: int, on
 def code_posterior(model: VMD, x0: Tensor, fixed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Posterior, log-prior and log-likelihood of every code at the first step of every block that is not given whole.
 
-    Each is (B * blocks, K), the blocks of a row beside each other.
+    Each is (B * blocks, K), the blocks of a row beside each other. Of a chain: of each token's code, (B * tokens, K).
     """
     config = model.config
     mask = torch.ones_like(x0, dtype=torch.bool) if fixed is None else (~fixed).expand_as(x0)
     masks = Masks(mask, mask, torch.ones(len(x0), config.blocks, device=x0.device))
-    log_prior, log_likelihood = code_terms(model.codes, x0, masks, model.mask_id)
+    terms = code_terms(model.codes, x0, masks, model.mask_id)
     kept = mask.unflatten(-1, (config.blocks, -1)).any(-1).all(0)  # blocks with something to write in every row
-    log_prior, log_likelihood = log_prior[:, kept].flatten(0, 1), log_likelihood[:, kept].flatten(0, 1)
+    if isinstance(terms, ChainCodes):
+        chain = CodeChain(terms.chain.bias[:, kept], terms.chain.next)
+        log_likelihood = terms.log_likelihood[:, kept]
+        found = (chain.marginals(log_likelihood), chain.marginals(torch.zeros_like(log_likelihood)).log(), log_likelihood)
+        posterior, log_prior, log_likelihood = (part.flatten(0, 2) for part in found)
+        return posterior, log_prior, log_likelihood
+    log_prior, log_likelihood = terms.log_prior[:, kept].flatten(0, 1), terms.log_likelihood[:, kept].flatten(0, 1)
     return (log_prior + log_likelihood).softmax(-1), log_prior, log_likelihood
 
 
@@ -107,7 +116,7 @@ def advice(information: float | None, kind: str) -> str | None:
     """One line for a latent that carries nothing."""
     if information is None or information >= COLLAPSED:
         return None
-    if kind == "categorical":
+    if kind in ("categorical", "chain"):
         tries = "try more model.latent.codes, training.split_codes_every or another training.seed"
     else:
         tries = (
@@ -120,7 +129,7 @@ def advice(information: float | None, kind: str) -> str | None:
 
 
 def describe(found: Diagnostics, kind: str) -> str:
-    unit = "codes used" if kind == "categorical" else "dimensions active"
+    unit = "dimensions active" if kind == "gaussian" else "codes used"
     gap = "" if found.marginal_gap is None else f", mean posterior to prior {found.marginal_gap:.3f}"
     return (
         f"z: KL {found.kl:.3f}, I(x; z) {found.information:.3f}{gap} nats per block; {found.active} of {found.size} {unit}; "

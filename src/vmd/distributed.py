@@ -157,7 +157,7 @@ def parallel(model: nn.Module, kind: str, *, compiled: bool) -> nn.Module:
     mesh = init_device_mesh(device.type, (world_size(),))
     # Layers that see codes also run to record keys alone; such an output has no gradient, which sharding needs.
     decoder: Any = model.get_submodule("decoder")
-    codes = decoder.config.latent.kind == "categorical"
+    codes = decoder.config.latent.coded
     see_codes = list(decoder.trunk.blocks)[decoder.trunk.first_conditioned :] if codes else []
     for part in model.modules():
         if isinstance(part, Block):

@@ -190,7 +190,7 @@ def certified_row(
     about = f"{per_block(steps)}, NFE {steps * config.blocks}, random order, rule sample"
     if config.has_latent:
         about += f", z {z}"
-        about += ", summed over codes" if config.latent.kind == "categorical" else f", IWAE {samples}"
+        about += ", summed over codes" if config.latent.coded else f", IWAE {samples}"
     found = row(CERTIFIED, bits.value, bits.stderr, f"{about}; {over}")
     return [found | {"steps": steps, "order": "random", "z": z if config.has_latent else "none", "iwae": samples}]
 
@@ -227,8 +227,15 @@ def sample_rows(
         rows.append(row("KL(data || samples), nats", kl_to(data, empirical(drawn.tokens, data)), None, about))
     if steps == 1 and given is None:
         exact = kl_to(data, one_step_probabilities(model, data.sequences, n, generator=generator))
-        over = {"gaussian": f", integrated over {n} z", "categorical": ", summed over codes", "none": ", exact"}
-        rows.append(row("KL(data || model), nats", exact, None, f"rule sample, 1 step per block{over[config.latent.kind]}"))
+        over = {"gaussian": f", integrated over {n} z", "none": ", exact"}
+        rows.append(
+            row(
+                "KL(data || model), nats",
+                exact,
+                None,
+                f"rule sample, 1 step per block{over.get(config.latent.kind, ', summed over codes')}",
+            )
+        )
     return rows
 
 

@@ -158,7 +158,7 @@ def draw_scores(rows: list[dict], entropy: float | None, carried: Any, kind: str
     if carried is not None:
         axis = axes[0, 1]
         spread = sorted(carried.spread, reverse=True)
-        codes = kind == "categorical"
+        codes = kind in ("categorical", "chain")
         axis.bar(range(1, len(spread) + 1), spread, width=1.0, color=SHADES[0])
         axis.set_xlabel("codes, by use" if codes else "dimensions of z, by KL")
         axis.set_ylabel("share of blocks" if codes else "KL, nats per block")

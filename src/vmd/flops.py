@@ -40,8 +40,10 @@ def forward_flops(config: ModelConfig) -> float:
         total += streams * blocks * 2 * (modulations * 6 * d * d) + blocks * 2 * (z.dim * d + d * d + 2 * d * d)
         if z.prior == "learned":
             total += network(z.prior_layers) + blocks * 2 * d * 2 * z.dim
-    if z.kind == "categorical":
-        total += blocks * 2 * d * z.codes  # the prior
+    if z.coded:
+        chain = z.kind == "chain"
+        total += (length if chain else blocks) * 2 * d * z.codes  # the prior
+        total += (length - blocks) * 4 * z.codes**2 if chain else 0  # from a token's codes to the next one's
         times = z.codes if z.code_layers else 1
         if z.code_layers:  # the noisy stream runs through the last layers for every code, not once
             total += (z.codes - 1) * one_stream(z.code_layers, own + before)

@@ -50,6 +50,54 @@ class Categorical(NamedTuple):
         return torch.searchsorted(cumulative, target, right=True).to(noise.dtype)
 
 
+class CodeChain(NamedTuple):
+    """A code for each of a block's r tokens: k_1 ~ softmax(bias_1), then k_{i+1} ~ softmax(next[k_i] + bias_{i+1}).
+
+    The biases come from the context, the table `next` is one for all. Sums over all K^r chains are r - 1 products with
+    exp(next): nothing of size K x K is made for a token.
+    """
+
+    bias: Tensor  # (..., r, K)
+    next: Tensor  # (K, K): from (row) to (column)
+
+    def draw(self, noise: Tensor) -> Tensor:
+        """(..., r) code numbers from eps ~ N(0, 1), (..., r)."""
+        logits = self.bias[..., 0, :]
+        codes: list[Tensor] = []
+        for place in range(self.bias.shape[-2]):
+            if place:
+                logits = self.next[codes[-1][..., 0].long()] + self.bias[..., place, :]
+            codes.append(Categorical(logits.log_softmax(-1)).draw(noise[..., place : place + 1]))
+        return torch.cat(codes, dim=-1)
+
+    def forward_messages(self, log_likelihood: Tensor) -> list[Tensor]:
+        """log p(evidence up to token i, k_i), (..., K) for each of the r tokens; the evidence is (..., r, K)."""
+        with torch.autocast(self.bias.device.type, enabled=False):
+            table = self.next.exp()
+            messages = [self.bias[..., 0, :].log_softmax(-1) + log_likelihood[..., 0, :]]
+            for place in range(1, self.bias.shape[-2]):
+                before, bias = messages[-1], self.bias[..., place, :]
+                weights, top = (bias - bias.amax(-1, keepdim=True)).exp(), before.amax(-1, keepdim=True)
+                sent = (before - top).exp() / (weights @ table.mT)  # each code's row sums to one
+                arrived = (sent @ table).log() + bias - bias.amax(-1, keepdim=True) + top
+                messages.append(arrived + log_likelihood[..., place, :])
+        return messages
+
+    def marginals(self, log_likelihood: Tensor) -> Tensor:
+        """(..., r, K): the posterior of each token's code given all evidence; with none, its prior."""
+        forward = self.forward_messages(log_likelihood)
+        table = self.next.exp()
+        backward = [torch.zeros_like(forward[-1])]
+        for place in range(self.bias.shape[-2] - 1, 0, -1):
+            bias = self.bias[..., place, :]
+            weights = (bias - bias.amax(-1, keepdim=True)).exp()
+            evidence = log_likelihood[..., place, :] + backward[0]
+            top = evidence.amax(-1, keepdim=True)
+            sent = (weights * (evidence - top).exp()) @ table.mT
+            backward.insert(0, sent.log() - (weights @ table.mT).log() + top)
+        return (torch.stack(forward, dim=-2) + torch.stack(backward, dim=-2)).softmax(-1)
+
+
 def standard_normal(like: Tensor) -> Gaussian:
     """The paper's prior, p(z) = N(0, I), shaped like a given tensor of latents or means."""
     zeros = torch.zeros_like(like)

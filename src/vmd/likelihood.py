@@ -16,7 +16,7 @@ from torch import Tensor
 from vmd.config import InvalidInput, ModelConfig, require, require_choice
 from vmd.latent import Gaussian
 from vmd.masking import Masks, apply_mask, draw_steps
-from vmd.objective import Codes, code_terms, importance_terms, infer, targets_nll
+from vmd.objective import ChainCodes, Codes, code_terms, importance_terms, infer, targets_nll
 from vmd.sampling import ORDERS, confidence, first_by, reveal_counts
 
 STEPS_SCORED = 8  # of a sampler with many steps, the bound scores this many, drawn without bias
@@ -30,7 +30,7 @@ class Scorable(Protocol):
     def denoise(self, xt: Tensor, x0: Tensor, z: Tensor | None = None) -> Tensor: ...
     def encode(self, x0: Tensor, mask: Tensor, target: Tensor | None = None) -> Gaussian: ...
     def gaussian_prior(self, xt: Tensor, x0: Tensor) -> Gaussian: ...
-    def codes(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes: ...
+    def codes(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes | ChainCodes: ...
 
 
 class Bits(NamedTuple):
@@ -117,9 +117,8 @@ def marginal_nll(
     config, mask_id = model.config, model.config.vocab_size
     if config.latent.kind == "none":
         return targets_nll(model.denoise, x0, masks, mask_id, None).double()
-    if config.latent.kind == "categorical":
-        log_prior, log_likelihood = code_terms(model.codes, x0, masks, mask_id)
-        return -(log_prior.double() + log_likelihood.double()).logsumexp(-1)
+    if config.latent.coded:
+        return -code_terms(model.codes, x0, masks, mask_id).double().log_joint().logsumexp(-1)
     posterior, prior = infer(model.encode, model.gaussian_prior, x0, masks, mask_id)
     steps = masks.mask.shape[1] if masks.mask.dim() == 3 else 1
     at_once = max(1, chunk // (len(x0) * steps))

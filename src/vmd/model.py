@@ -10,10 +10,10 @@ from vmd.attention import KVCache
 from vmd.config import InvalidInput, ModelConfig, from_dict, require, to_dict
 from vmd.data import Dataset
 from vmd.files import make_folder, read_json, read_tensors, write_atomically, write_tensors
-from vmd.latent import Categorical, Gaussian, standard_normal
+from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import Masks
 from vmd.network import CodeFeatures, Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
-from vmd.objective import Codes, Loss, code_objective, objective
+from vmd.objective import ChainCodes, Codes, Loss, code_objective, objective
 from vmd.sampling import Desk, Samples, check_prompt, sample
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -54,9 +54,9 @@ class VMD(nn.Module):
         assert self.encoder is not None, "this model has no encoder"
         return self.encoder(x0, mask, target)
 
-    def prior(self, xt: Tensor, x0: Tensor) -> Gaussian | Categorical:
+    def prior(self, xt: Tensor, x0: Tensor) -> Gaussian | Categorical | CodeChain:
         """p(z^b | xt^b, x0^{<b}) for every block: N(0, I) unless it is learned."""
-        if self.config.latent.kind == "categorical":
+        if self.config.latent.coded:
             return self.decoder.code_features(xt, x0).prior
         return self.gaussian_prior(xt, x0)
 
@@ -69,7 +69,7 @@ class VMD(nn.Module):
         """Logits (B, L, V) of p(x0^b | xt^b, x0^{<b}, z) for all blocks at once."""
         return self.decoder(xt, x0, z)
 
-    def codes(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes:
+    def codes(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes | ChainCodes:
         """Prior and likelihood of the targets under every code, (B, blocks, K) each."""
         return self.decoder.code_scores(xt, x0, target)
 
@@ -83,7 +83,7 @@ class VMD(nn.Module):
         focal: float = 0.0,
     ) -> Loss:
         """Algorithms 1 and 3, line "compute the loss": a pure function of its arguments and the weights."""
-        if self.config.latent.kind == "categorical":
+        if self.config.latent.coded:
             return code_objective(self.codes, x0, masks, self.mask_id)
         return objective(
             self.denoise,
@@ -99,8 +99,8 @@ class VMD(nn.Module):
         )
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None:
-        """(B, blocks, dim) of the latents of a batch, dim 1 for code numbers; None for a model without."""
-        dims = {"none": 0, "gaussian": self.config.latent.dim, "categorical": 1}
+        """(B, blocks, dim) of the latents of a batch, dim 1 for code numbers, r for a chain's; None for a model without."""
+        dims = {"none": 0, "gaussian": self.config.latent.dim, "categorical": 1, "chain": self.config.block_size}
         dim = dims[self.config.latent.kind]
         return (batch, self.config.blocks, dim) if dim else None
 
@@ -207,7 +207,7 @@ class Predictor:
 
     def __init__(self, model: VMD):
         self.model = model
-        self.codes = model.config.latent.kind == "categorical"
+        self.codes = model.config.latent.coded
         self.prepared = -1
         # The block of now, where a recorded pass reads it.
         self.block = torch.zeros(1, dtype=torch.long, device=model.device)
@@ -249,9 +249,12 @@ class Predictor:
         """Block b is finished. Returns the number of network passes that took."""
         return 0
 
-    def _write(self, z: Tensor, prior: Gaussian | Categorical, noise: Tensor) -> None:
-        parts = (part if part.shape[1] == 1 else part.index_select(1, self.block) for part in prior)
-        z.index_copy_(1, self.block, type(prior)(*parts).draw(noise.unsqueeze(1)))
+    def _write(self, z: Tensor, prior: Gaussian | Categorical | CodeChain, noise: Tensor) -> None:
+        def here(part: Tensor) -> Tensor:
+            return part if part.shape[1] == 1 else part.index_select(1, self.block)
+
+        mine = CodeChain(here(prior.bias), prior.next) if isinstance(prior, CodeChain) else type(prior)(*map(here, prior))
+        z.index_copy_(1, self.block, mine.draw(noise.unsqueeze(1)))
 
     def _of_block(self, x: Tensor, before: int = 0) -> Tensor:
         """The tokens of the block, and of some before it."""
@@ -271,7 +274,7 @@ class Predictor:
         return self.model.decoder.code_features(canvas, canvas)
 
     def _code_logits(self, features: CodeFeatures, z: Tensor) -> Tensor:
-        return self._of_block(self.model.decoder.code_logits(features, z[..., 0].long()))
+        return self._of_block(self.model.decoder.code_logits(features, z.long()))
 
 
 class CachedPredictor(Predictor):
@@ -363,7 +366,7 @@ class CachedPredictor(Predictor):
         return self.model.decoder.code_block_features(self._tokens(canvas, self.cache), self.cache, clean=self.joined)
 
     def _code_logits(self, features: CodeFeatures, z: Tensor) -> Tensor:
-        return self.model.decoder.code_logits(features, z.index_select(1, self.block)[..., 0].long())
+        return self.model.decoder.code_logits(features, z.index_select(1, self.block).long())
 
 
 RECORDED = 16  # steps of a batch from which on recording them pays

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from vmd.attention import CleanPrefix, Fused, KVCache, Visibility, Visible, attend, of_first_queries
 from vmd.config import ModelConfig
-from vmd.latent import Categorical, Gaussian, standard_normal
+from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import apply_mask
-from vmd.objective import Codes
+from vmd.objective import ChainCodes, Codes
 
 Keys = KVCache | CleanPrefix
 Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions, (T, d/2) each
@@ -215,6 +215,7 @@ class CodePathway(nn.Module):
         scale_k * out_v, so that nothing of size K x D is made for a token.
     additive: logits_k = head(h) + table_{k, place in the block}, whose normaliser for all codes is one product
         exp(head(h)) . exp(table)^T. A code then means the same in every context; only its prior heeds the context.
+    Of a chain, each token's code enters its own logits, and the prior has a table of which code follows which.
     """
 
     def __init__(self, config: ModelConfig):
@@ -231,16 +232,22 @@ class CodePathway(nn.Module):
         else:
             self.code_table = nn.Embedding(codes, c.block_size * c.vocab_size)
             self.shape = (c.block_size, c.vocab_size)
+        if c.latent.kind == "chain":
+            self.code_next = nn.Embedding(codes, codes)
         if c.latent.code_layers:
             self.code = nn.Embedding(codes, width)
             self.scale = nn.Parameter(torch.ones(1))
 
     def tables(self, code: Tensor) -> Tensor:
         """(...,) codes -> (..., r, V), softly limited so that no normaliser underflows."""
-        return TABLE_LIMIT * torch.tanh(self.code_table(code).unflatten(-1, self.shape) / TABLE_LIMIT)
+        return limited(self.code_table(code).unflatten(-1, self.shape), TABLE_LIMIT)
 
 
-TABLE_LIMIT = 20.0
+TABLE_LIMIT, NEXT_LIMIT = 20.0, 10.0
+
+
+def limited(x: Tensor, most: float) -> Tensor:
+    return most * torch.tanh(x / most)
 
 
 def largest_tensor(device: torch.device) -> int:
@@ -254,7 +261,7 @@ class CodeFeatures(NamedTuple):
     h: Tensor  # (B, L, D): of the noisy tokens, before the layers that see the code
     prefix: KVCache | CleanPrefix | None  # keys and values of the clean stream in those layers
     positions: Tensor  # (L,)
-    prior: Categorical  # log_probs (B, C, K)
+    prior: Categorical | CodeChain  # log_probs (B, C, K); biases (B, C, r, K)
 
 
 class Decoder(nn.Module):
@@ -264,7 +271,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         kind = config.latent.kind
-        conditioned = {"none": 0, "gaussian": config.layers, "categorical": config.latent.code_layers}[kind]
+        conditioned = {"none": 0, "gaussian": config.layers, "categorical": config.latent.code_layers, "chain": 0}[kind]
         self.trunk = Trunk(config, config.layers, conditioned)
         self.head = nn.Linear(config.width, config.vocab_size)
         self.pathway: LatentPathway | CodePathway | None = None
@@ -279,9 +286,9 @@ class Decoder(nn.Module):
 
         With one block there is no clean prefix: the pass runs on xt alone.
         """
-        if self.config.latent.kind == "categorical":
-            assert z is not None, "a categorical model needs its codes"
-            return self.code_logits(self.code_features(xt, x0), z.squeeze(-1).long())
+        if self.config.latent.coded:
+            assert z is not None, "a model of codes needs them"
+            return self.code_logits(self.code_features(xt, x0), z.long())
         length, blocks = self.config.length, self.config.blocks
         positions = torch.arange(length, device=xt.device)
         condition = None if z is None else self.condition(z)
@@ -333,7 +340,7 @@ class Decoder(nn.Module):
         shift, scale = self.pathway.final_modulation(F.silu(kept)).chunk(2, dim=-1)
         return self.head(modulate(h, shift, scale))
 
-    # The categorical latent: one pass of the trunk, then any number of codes.
+    # Codes: one pass of the trunk, then any number of them.
 
     @property
     def code_pathway(self) -> CodePathway:
@@ -367,10 +374,13 @@ class Decoder(nn.Module):
         h = self.trunk.run_layers(h, cache.positions, None, before_codes, None, cache)[:, clean * self.config.block_size :]
         return CodeFeatures(h, cache, cache.positions, self.code_prior(h))
 
-    def code_prior(self, h: Tensor) -> Categorical:
-        """pi(k^b | revealed tokens of the block, earlier blocks)."""
-        pathway = self.code_pathway
-        pooled = self.pool(pathway.prior_norm(h), h.shape[1] // self.config.block_size)
+    def code_prior(self, h: Tensor) -> Categorical | CodeChain:
+        """pi(k^b | revealed tokens of the block, earlier blocks); of a chain, from each token's own place."""
+        pathway, blocks = self.code_pathway, h.shape[1] // self.config.block_size
+        if self.config.latent.kind == "chain":
+            bias = pathway.prior(pathway.prior_norm(h)).float()
+            return CodeChain(bias.unflatten(1, (blocks, -1)), limited(pathway.code_next.weight.float(), NEXT_LIMIT))
+        pooled = self.pool(pathway.prior_norm(h), blocks)
         return Categorical(pathway.prior(pooled).float().log_softmax(-1))
 
     def last_layers(self, features: CodeFeatures, code: Tensor) -> Tensor:
@@ -389,16 +399,27 @@ class Decoder(nn.Module):
         return self.trunk.norm(h)
 
     def code_logits(self, features: CodeFeatures, code: Tensor) -> Tensor:
-        """Logits (B, L, V) under one chosen code (B, C) for each block."""
+        """Logits (B, L, V) under the chosen codes: one for each block, (B, C, 1), or for each token, (B, C, r)."""
         pathway = self.code_pathway
+        if self.config.latent.kind == "chain":
+            h = self.trunk.norm(features.h)
+            if self.config.latent.head == "additive":
+                own = pathway.tables(code).diagonal(dim1=2, dim2=3)  # (B, C, V, r): of each place, its own code's
+                return self.head(h) + own.transpose(2, 3).flatten(1, 2)
+            code = code.flatten(1)
+            return self.head(h) + pathway.out(pathway.project(h) * pathway.code_scale(code) + pathway.code_shift(code))
+        code = code.squeeze(-1)
         h = self.last_layers(features, code)  # (B, L, D)
         if self.config.latent.head == "additive":
             return self.head(h) + pathway.tables(code).flatten(1, 2)  # (B, L, V)
         shift, scale = pathway.code_shift(code), pathway.code_scale(code) - 1  # (B, C, R)
         return self.head(h) + pathway.out(modulate(pathway.project(h), shift, scale))
 
-    def code_scores(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes:
-        """log pi_k and the sum over each block's target tokens of log p(x0_i | k), for every code: (B, C, K) each."""
+    def code_scores(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes | ChainCodes:
+        """log pi_k and the sum over each block's target tokens of log p(x0_i | k), for every code: (B, C, K) each.
+
+        Of a chain, log p(x0_i | k) of every token, (B, C, r, K), and what the chain is.
+        """
         features = self.code_features(xt, x0)
         c = self.config
         codes = torch.arange(c.latent.codes, device=xt.device)
@@ -411,10 +432,18 @@ class Decoder(nn.Module):
                 parts.append(checkpoint(self._score_some, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
                 parts.append(self._score_some(features, some, x0, target))
-        return Codes(features.prior.log_probs, torch.cat(parts, dim=-1))
+        found = torch.cat(parts, dim=-1)
+        prior = features.prior
+        return ChainCodes(prior, found) if isinstance(prior, CodeChain) else Codes(prior.log_probs, found)
 
     def _score_some(self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
-        """(B, C, n) for n codes."""
+        """(B, C, n) for n codes; of a chain (B, C, r, n)."""
+        chosen = self._score_tokens(features, some, x0).masked_fill(~target.unsqueeze(-1), 0.0)
+        by_block = chosen.unflatten(1, (self.config.blocks, -1))
+        return by_block if self.config.latent.kind == "chain" else by_block.sum(2)
+
+    def _score_tokens(self, features: CodeFeatures, some: Tensor, x0: Tensor) -> Tensor:
+        """log p(x0_i | k) of every token, (B, L, n)."""
         c, pathway, n = self.config, self.code_pathway, len(some)
         batch, length = x0.shape
         if c.latent.code_layers:
@@ -424,8 +453,7 @@ class Decoder(nn.Module):
             h = self.trunk.norm(features.h).unsqueeze(2)  # (B, L, 1, D)
         logits = self.head(h)  # (B, L, n or 1, V)
         if c.latent.head == "additive" and not c.latent.code_layers:
-            chosen = additive_log_p(logits.squeeze(2), pathway.tables(some), x0) * target.unsqueeze(-1)
-            return chosen.unflatten(1, (c.blocks, -1)).sum(2)
+            return additive_log_p(logits.squeeze(2), pathway.tables(some), x0)
         if c.latent.head == "additive":
             logits = logits + pathway.tables(some).transpose(0, 1).repeat(c.blocks, 1, 1)
         else:
@@ -438,8 +466,7 @@ class Decoder(nn.Module):
                 logits = logits + F.linear(projected.squeeze(2), rows, pathway.out(shift).flatten()).unflatten(-1, (n, -1))
         log_p = logits.float().log_softmax(-1)  # (B, L, n, V)
         index = x0.view(batch, length, 1, 1).expand(-1, -1, n, -1)
-        chosen = log_p.gather(-1, index).squeeze(-1) * target.unsqueeze(-1)
-        return chosen.unflatten(1, (c.blocks, -1)).sum(2)
+        return log_p.gather(-1, index).squeeze(-1)
 
 
 def additive_log_p(logits: Tensor, tables: Tensor, x0: Tensor) -> Tensor:
@@ -599,3 +626,5 @@ def init_weights(module: nn.Module, generator: torch.Generator | None = None) ->
                 child.bias.uniform_(-bound, bound, generator=generator)
         elif isinstance(child, nn.Embedding):
             child.weight.normal_(generator=generator)
+            if name.endswith("code_next"):  # a code mostly follows itself: the chain starts as one code for a block
+                child.weight.mul_(0.5).fill_diagonal_(math.log(len(child.weight)) + 2)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vmd.latent import Gaussian, standard_normal
+from vmd.latent import CodeChain, Gaussian, standard_normal
 from vmd.masking import Masks, all_masks, apply_mask
 
 # (xt, x0, z) -> logits (B, L, V), where block b sees xt^b, x0^{<b} and z^b
@@ -26,9 +26,39 @@ class Codes(NamedTuple):
     log_prior: Tensor  # (B, blocks, K): log pi(k | revealed, earlier blocks)
     log_likelihood: Tensor  # (B, blocks, K): sum over the block's target tokens of log p(x_i | revealed, earlier, k)
 
+    def log_joint(self) -> Tensor:
+        """(B, blocks, K): its logsumexp is log p(targets)."""
+        return self.log_prior + self.log_likelihood
+
+    def double(self) -> "Codes":
+        return Codes(self.log_prior.double(), self.log_likelihood.double())
+
+    def merge_steps(self, steps: int) -> "Codes":
+        """Of rows that are J steps of one code: it is drawn at the first, and serves the targets of all."""
+        log_prior, log_likelihood = (part.unflatten(0, (-1, steps)) for part in self)
+        return Codes(log_prior[:, 0], log_likelihood.sum(1))
+
+
+class ChainCodes(NamedTuple):
+    """The same for a chain, which has a code for each token."""
+
+    chain: CodeChain  # biases (B, blocks, r, K)
+    log_likelihood: Tensor  # (B, blocks, r, K): log p(x_i | revealed, earlier, k_i) of targets, 0 elsewhere
+
+    def log_joint(self) -> Tensor:
+        """(B, blocks, K), by the last token's code."""
+        return self.chain.forward_messages(self.log_likelihood)[-1]
+
+    def double(self) -> "ChainCodes":
+        return ChainCodes(CodeChain(*(part.double() for part in self.chain)), self.log_likelihood.double())
+
+    def merge_steps(self, steps: int) -> "ChainCodes":
+        bias, log_likelihood = (part.unflatten(0, (-1, steps)) for part in (self.chain.bias, self.log_likelihood))
+        return ChainCodes(CodeChain(bias[:, 0], self.chain.next), log_likelihood.sum(1))
+
 
 # (xt, x0, target) -> Codes
-ScoreCodes = Callable[[Tensor, Tensor, Tensor], Codes]
+ScoreCodes = Callable[[Tensor, Tensor, Tensor], Codes | ChainCodes]
 
 
 class Loss(NamedTuple):
@@ -90,11 +120,12 @@ def code_objective(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) ->
     """The same for a categorical latent, whose sum over codes is exact: -log sum_k pi_k prod_i p(x0_i | k) in the braces.
 
     Its parts are those of the exact posterior over codes, KL(posterior || prior) and the rest: they add up to the whole.
+    Those of a chain would take as long again as the sum itself: it is not split here.
     """
-    log_prior, log_likelihood = code_terms(codes, x0, masks, mask_id)
-    log_joint = log_prior + log_likelihood
+    terms = code_terms(codes, x0, masks, mask_id)
+    log_joint = terms.log_joint()
     nll = -log_joint.logsumexp(-1)  # (B, blocks)
-    reconstruction = -(log_joint.softmax(-1) * log_likelihood).sum(-1)
+    reconstruction = nll if isinstance(terms, ChainCodes) else -(log_joint.softmax(-1) * terms.log_likelihood).sum(-1)
     return Loss(*((part * masks.weight).sum(-1) for part in (nll, reconstruction, nll - reconstruction)))
 
 
@@ -115,11 +146,10 @@ def targets_nll(denoise: Denoise, x0: Tensor, masks: Masks, mask_id: int, z: Ten
     return nll.view(len(x0), steps, masks.weight.shape[-1], -1).sum((1, 3))
 
 
-def code_terms(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) -> Codes:
-    """`Codes` with the log-likelihoods summed over steps; the code is drawn at the first."""
+def code_terms(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) -> Codes | ChainCodes:
+    """What codes say of the targets of all steps."""
     flat, rows, steps = flatten_steps(x0, masks)
-    log_prior, log_likelihood = codes(apply_mask(rows, flat.mask, mask_id), rows, flat.target)
-    return Codes(log_prior.unflatten(0, (-1, steps))[:, 0], log_likelihood.unflatten(0, (-1, steps)).sum(1))
+    return codes(apply_mask(rows, flat.mask, mask_id), rows, flat.target).merge_steps(steps)
 
 
 def flatten_steps(x0: Tensor, masks: Masks) -> tuple[Masks, Tensor, int]:

@@ -350,12 +350,15 @@ def split_member(
         return
     source, spare = source[pays], spare[pays]
     forget_whole_weights(model)
-    names = ("code_scale.weight", "code_shift.weight", "code_table.weight", "code.weight", "prior.weight", "prior.bias")
+    codes = ("code_scale.weight", "code_shift.weight", "code_table.weight", "code_next.weight", "code.weight")
+    names = (*codes, "prior.weight", "prior.bias")
     for name in names:
         kept = parameters.get(f"decoder.pathway.{name}")
         if kept is None:
             continue
         rows = full(kept).clone()
+        if name == "code_next.weight":  # what comes before a code is copied too; half of each by the prior's bias
+            rows[:, spare] = rows[:, source]
         if name == "prior.bias":
             rows[source] -= math.log(2)
         rows[spare] = rows[source]
@@ -413,7 +416,7 @@ def train(
         weights = weights.expand(len(model))
     generator = torch.Generator(device)
     take_step = Step(model, config, optimizer, average, network)
-    splits = training.split_codes_every if model.config.latent.kind == "categorical" else 0
+    splits = training.split_codes_every if model.config.latent.coded else 0
 
     with ExitStack() as stack:
         first, log = 0, []
@@ -533,7 +536,7 @@ def latent_record(model: VMD, batch: Batch, fixed: Tensor | None, generator: tor
     found = diagnose(model, batch.x0[:256], fixed=fixed, generator=generator)
     if found is None:
         return {}
-    active = "codes_used" if model.config.latent.kind == "categorical" else "active_dimensions"
+    active = "codes_used" if model.config.latent.coded else "active_dimensions"
     return {
         "latent_kl": found.kl,
         "latent_information": found.information,
