@@ -295,6 +295,7 @@ def sample(
     seed: Annotated[int, typer.Option(help="Sample i depends on the seed and i alone.")] = 0,
     cache: Annotated[bool, typer.Option(help="Keep keys and values of finished blocks.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Show every step of the first sample.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show the tokens of the first sample as they appear.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the tokens as .npy.")] = None,
     device: Device = "auto",
 ) -> None:
@@ -320,6 +321,7 @@ def sample(
     if out is not None:
         check_array_path(out)
     mine = my_share(n)
+    watching = Watch(config, tokenizer) if watch and rank() == 0 else None
     drawn = loaded.sample(
         prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1),  # a process without a share draws one for nothing
         steps=steps,
@@ -333,7 +335,10 @@ def sample(
         cache=cache,
         seeds=[step_seed(seed, i) for i in mine or [0]],
         trace=trace,
+        on_step=watching,
     )
+    if watching is not None:
+        watching.close()
     everything = gather_rows(drawn.tokens[: len(mine)])
     if rank() != 0:
         return
@@ -823,6 +828,39 @@ def show(tokens: list[int], config: Any, tokenizer: Any = None) -> str:
         pieces = itertools.groupby(tokens, lambda t: t == config.vocab_size)
         return "".join("_" * len(list(ids)) if masked else tokenizer.decode(list(ids)) for masked, ids in pieces)
     return " ".join("_" if t == config.vocab_size else config.symbols[t] if config.symbols else str(t) for t in tokens)
+
+
+class Watch:
+    """Shows the first sample on the terminal while it is written: new tokens in colour, the next ones as gaps."""
+
+    def __init__(self, config: Any, tokenizer: Any):
+        from rich.console import Console
+        from rich.live import Live
+
+        self.config, self.tokenizer = config, tokenizer
+        self.console = Console(stderr=True)
+        self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        if self.live is not None:
+            self.live.start()
+
+    def __call__(self, step: Any) -> None:
+        from rich.text import Text
+
+        tokens, new = step.canvas[0].tolist(), step.revealed[0].tolist()
+        shown = (step.block + 1) * self.config.block_size  # blocks after this one are not begun
+        line = Text()
+        words = " " if self.tokenizer is None else ""
+        for token, fresh in zip(tokens[:shown], new[:shown], strict=True):
+            line.append(show([token], self.config, self.tokenizer) + words, style="bold green" if fresh else "")
+        if self.live is None:
+            self.console.print(line, highlight=False, soft_wrap=True)
+            return
+        self.live.update(line, refresh=True)
+        time.sleep(0.03)  # for the eye
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
 
 
 def check_array_path(path: Path) -> None:

@@ -181,6 +181,9 @@ class ObjectiveConfig:
     # counts and times: Eq. 2, 5 and 7. steps: the certified bound of the sampler that will be run. linear: 20 times, each
     # of a weight that falls linearly with the share that is masked, as in Ye et al. 2025; no bound.
     masking: Literal["counts", "times", "steps", "linear"] = "counts"
+    # Of tokens, without a latent: sum_v e^f_v - 1 - f_x instead of log sum_v e^f_v - f_x for outputs f. That is SEDD with
+    # absorbing states (Lou et al. 2024) in the log-linear schedule, whose scores are e^f (1 - t) / t.
+    score_entropy: bool = False
     focal: float = 0.0  # a token of probability p weighs (1 - p)^focal (Ye et al. 2025: 1); no bound; without a latent
     steps: tuple[int, ...] = (1,)  # of masking=steps: numbers of steps per block, equally often
     z: Literal["fresh", "once"] = "fresh"  # of masking=steps: how the sampler draws z
@@ -219,6 +222,7 @@ class ObjectiveConfig:
             f"objective.steps={max(self.steps)}: expected 1 to {model.block_size}, the block size",
         )
         require(not self.focal or not model.has_latent, f"objective.focal={self.focal}: expected 0 with a latent")
+        require(not self.score_entropy or not model.has_latent, "objective.score_entropy=true: expected false with a latent")
         require(
             self.samples == 1 or model.has_latent,
             f"objective.samples={self.samples}: expected 1 without a latent: there is no z to draw",

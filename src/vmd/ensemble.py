@@ -44,11 +44,14 @@ class Ensemble(nn.Module):
         kl_weight: Tensor,
         free_bits: float = 0.0,
         focal: float = 0.0,
+        score_entropy: bool = False,
     ) -> Loss:
         """Everything as in `VMD.forward` with a leading dimension of models: x0 (M, B, L), kl_weight (M,)."""
 
         def one(weights: dict[str, Tensor], x0: Tensor, masks: Masks, noise: Tensor | None, kl_weight: Tensor) -> Loss:
-            return functional_call(self._template[0], weights, (x0, masks, noise, kl_weight, free_bits, focal))
+            return functional_call(
+                self._template[0], weights, (x0, masks, noise, kl_weight, free_bits, focal, score_entropy)
+            )
 
         weights = dict(zip(self.names, self.weights, strict=True))
         noise_dim = None if noise is None else 0

@@ -81,6 +81,7 @@ class VMD(nn.Module):
         kl_weight: float | Tensor = 1.0,
         free_bits: float = 0.0,
         focal: float = 0.0,
+        score_entropy: bool = False,
     ) -> Loss:
         """Algorithms 1 and 3, line "compute the loss": a pure function of its arguments and the weights."""
         if self.config.latent.coded:
@@ -96,6 +97,7 @@ class VMD(nn.Module):
             kl_weight=kl_weight,
             free_bits=free_bits,
             focal=focal,
+            score_entropy=score_entropy,
         )
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None:

@@ -81,6 +81,7 @@ def objective(
     kl_weight: float | Tensor = 1.0,
     free_bits: float = 0.0,
     focal: float = 0.0,
+    score_entropy: bool = False,
 ) -> Loss:
     """Eq. 2 without an encoder; Eq. 5 (one block) and Eq. 7 (blocks) with one. Appendix: Eq. 8 is Eq. 2, Eq. 9 and Eq. 11
     are the braces, Eq. 10 is Eq. 5.
@@ -97,7 +98,7 @@ def objective(
     """
     weight = masks.weight  # (B, blocks)
     if encode is None:
-        nll = targets_nll(denoise, x0, masks, mask_id, None, focal)
+        nll = targets_nll(denoise, x0, masks, mask_id, None, focal, score_entropy)
         loss = (nll * weight).sum(-1)
         return Loss(loss, loss, torch.zeros_like(loss))
     assert noise is not None, "a latent needs noise"
@@ -129,19 +130,30 @@ def code_objective(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) ->
     return Loss(*((part * masks.weight).sum(-1) for part in (nll, reconstruction, nll - reconstruction)))
 
 
-def token_nll(logits: Tensor, x0: Tensor) -> Tensor:
-    """-log p(x0_i | ...) for every position, (B, L)."""
+def token_nll(logits: Tensor, x0: Tensor, score_entropy: bool = False) -> Tensor:
+    """-log p(x0_i | ...) for every position, (B, L); or SEDD's bound on it, equal where the outputs are normalised."""
+    if score_entropy:
+        logits = logits.float().clamp(max=20.0)
+        return logits.exp().sum(-1) - 1 - logits.gather(-1, x0.unsqueeze(-1)).squeeze(-1)
     return -logits.float().log_softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1)
 
 
-def targets_nll(denoise: Denoise, x0: Tensor, masks: Masks, mask_id: int, z: Tensor | None, focal: float = 0.0) -> Tensor:
+def targets_nll(
+    denoise: Denoise,
+    x0: Tensor,
+    masks: Masks,
+    mask_id: int,
+    z: Tensor | None,
+    focal: float = 0.0,
+    score_entropy: bool = False,
+) -> Tensor:
     """Sum over each block's target tokens, and over the steps where masks have them, of -log p(x0_i | ...): (B, blocks).
 
     With `focal` each is weighed by (1 - p)^focal, which turns to tokens that are still hard.
     """
     flat, rows, steps = flatten_steps(x0, masks)
     z = None if z is None else z.repeat_interleave(steps, dim=0)
-    nll = token_nll(denoise(apply_mask(rows, flat.mask, mask_id), rows, z), rows) * flat.target
+    nll = token_nll(denoise(apply_mask(rows, flat.mask, mask_id), rows, z), rows, score_entropy) * flat.target
     nll = nll * (1 - (-nll).exp()) ** focal if focal else nll
     return nll.view(len(x0), steps, masks.weight.shape[-1], -1).sum((1, 3))
 

@@ -4,7 +4,7 @@ Nothing here knows a network: anything with the members of `Sampleable` can be s
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -338,6 +338,7 @@ def sample(
     generator: torch.Generator | None = None,
     seeds: Sequence[int] | None = None,
     trace: bool = False,
+    on_step: Callable[[Step], None] | None = None,
     desk: Desk | None = None,
 ) -> Samples:
     """Algorithm 2 (one block) and Algorithm 4 (several): fill every gap of the prompt.
@@ -353,6 +354,7 @@ def sample(
     order_noise: this much Gumbel noise is added to the confidences, so that the order is not greedy (Kim et al. 2025: 0.5).
     cache: keep keys and values of finished blocks; off, every evaluation runs over the whole prefix again.
     generator or seeds: with one seed per row, a row's result does not depend on the rest of its batch.
+    trace and on_step: keep a record of every step, or be told of it as it is made.
     desk: of an earlier batch of as many rows, to use what it recorded.
     """
     config = model.config
@@ -402,9 +404,13 @@ def sample(
                 )
                 revealed, score, masked = desk.step(block, how, inputs)
                 nfe += 1
-            if trace:
+            if trace or on_step is not None:
                 here = slice(block * r, (block + 1) * r)
-                steps_taken.append(_trace_step(desk.canvas, block, step, here, revealed, score, masked))
+                taken = _trace_step(desk.canvas, block, step, here, revealed, score, masked)
+                if trace:
+                    steps_taken.append(taken)
+                if on_step is not None:
+                    on_step(taken)
         cache_passes += desk.predictor.commit(desk.canvas, block, desk.latents)
     latents = None if desk.latents is None else desk.latents.clone()
     return Samples(desk.canvas.clone(), latents, nfe, cache_passes, steps_taken)

@@ -164,9 +164,16 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     return [Batch(x0, Masks(*m), noise) for x0, m, noise in zip(batch.x0.chunk(count), masks, noises, strict=True)]
 
 
-def mean_loss(model: nn.Module, batch: Batch, kl_weight: Tensor, free_bits: float, focal: float = 0.0) -> Loss:
+def mean_loss(
+    model: nn.Module,
+    batch: Batch,
+    kl_weight: Tensor,
+    free_bits: float,
+    focal: float = 0.0,
+    score_entropy: bool = False,
+) -> Loss:
     """Nats per token, (): of one model, or (M,): of each model of an ensemble. Pure: this is what gets compiled."""
-    loss = model(batch.x0, batch.masks, batch.noise, kl_weight, free_bits, focal)
+    loss = model(batch.x0, batch.masks, batch.noise, kl_weight, free_bits, focal, score_entropy)
     return Loss(*(part.mean(-1) / batch.x0.shape[-1] for part in loss))
 
 
@@ -304,7 +311,8 @@ class Step:
             last = index + 1 == len(parts)
             with gradients_kept_local(self.network, not last), precision(self.run.training.precision):
                 objective = self.run.objective
-                loss = self.loss_function(self.network, part, kl_weight, objective.free_bits, objective.focal)
+                ways = (objective.free_bits, objective.focal, objective.score_entropy)
+                loss = self.loss_function(self.network, part, kl_weight, *ways)
                 (loss.total.sum() / len(parts)).backward()
             losses.append(Loss(*(value.detach() for value in loss)))
         norm = clip_gradients(self.parameters, self.run.training.clip, per_model=self.per_model)
