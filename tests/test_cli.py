@@ -839,6 +839,15 @@ def test_places_that_cannot_hold_scores_are_refused_at_once(words, run, here):
     assert words.split()[0] in refused("evaluate", run, "--data", "rows.npy", *words.split(), folder=here)
 
 
+def test_one_can_watch_a_sample_appear(run):
+    done = succeeds("sample", run, "-n", "2", "--steps", "2", "--watch")
+    plain = succeeds("sample", run, "-n", "2", "--steps", "2")
+    assert done.out == plain.out
+    shown = [line.split() for line in lines(done.err)[:-1]]
+    assert shown[-1] == lines(done.out)[0].split()  # the first sample, whole
+    assert "_" in shown[0]
+
+
 def test_fast_settings_are_said_and_left_to_those_who_choose(here, monkeypatch):
     monkeypatch.setattr("vmd.training.fast_settings", lambda run, device: {"clip": 0.5, "ema": 0.9})
     words = ("train", "poker", "--device", "cpu", "--set", "training.steps=1", "--set", "training.ema=0.5")

@@ -441,3 +441,31 @@ def test_the_forward_of_a_model_with_a_learned_prior_uses_it():
     for a, b in zip(model(x0, masks, noise), expected, strict=True):
         assert torch.equal(a, b)
     assert not torch.allclose(expected.total, normal.total)
+
+
+# Score entropy (SEDD, absorbing states)
+
+
+def test_score_entropy_is_never_below_the_cross_entropy_and_meets_it_where_outputs_are_normalised():
+    logits, x0 = 3 * torch.randn(4, 5, 7), torch.randint(7, (4, 5))
+    exact, bound = token_nll(logits, x0), token_nll(logits, x0, score_entropy=True)
+    assert bool((bound >= exact - 1e-4).all())
+    assert bool((bound > exact + 0.1).any())
+    torch.testing.assert_close(token_nll(logits.log_softmax(-1), x0, score_entropy=True), exact)
+
+
+def test_the_best_scores_are_the_probabilities():
+    """The gradient of the expected score entropy is e^f - p: it ends at normalised outputs."""
+    p = torch.tensor([0.5, 0.3, 0.2])
+    f = p.log().requires_grad_()
+    expected = sum(share * token_nll(f.view(1, 1, 3), torch.tensor([[v]]), True).sum() for v, share in enumerate(p))
+    (gradient,) = torch.autograd.grad(expected, f)
+    torch.testing.assert_close(gradient, torch.zeros(3), atol=1e-6, rtol=0)
+
+
+def test_a_model_is_trained_on_score_entropy():
+    model = tiny_model(4, 4, 5)
+    x0 = random_tokens(6, 4, 5)
+    masks = draw_masks(x0, 4, generator=torch.Generator().manual_seed(0))
+    plain, score = (model(x0, masks, None, score_entropy=flag).total for flag in (False, True))
+    assert bool((score > plain).all())

@@ -179,6 +179,21 @@ def test_every_row_reveals_by_its_own_count():
 # The trace
 
 
+def test_whoever_is_told_of_steps_hears_the_trace():
+    heard: list = []
+    prompt = torch.full((5, 4), -1)
+    seeds = list(range(5))
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    told = sample(FixedLogits(logits), prompt, steps=2, seeds=seeds, on_step=heard.append)
+    kept = sample(FixedLogits(logits), prompt, steps=2, seeds=seeds, trace=True)
+    assert told.trace == []
+    assert torch.equal(told.tokens, kept.tokens)
+    assert len(heard) == len(kept.trace)
+    for one, other in zip(heard, kept.trace, strict=True):
+        assert (one.block, one.step) == (other.block, other.step)
+        assert torch.equal(one.canvas, other.canvas)
+
+
 @pytest.mark.parametrize("r", [2, 6])
 @orders
 def test_the_trace_reveals_every_gap_once_and_ends_at_the_tokens(r, order):
