@@ -44,7 +44,7 @@ Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd t
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="two-token, four-token, ablations, heads or sudoku.")],
+    name: Annotated[str, typer.Argument(help="two-token, four-token, ablations, heads, sudoku or text.")],
     quick: Annotated[bool, typer.Option("--quick", help="The same code on a budget for two CPU cores.")] = False,
     preset: Annotated[str, typer.Option(help="ours, or the settings of the paper.")] = "ours",
     seeds: Annotated[
@@ -53,9 +53,12 @@ def reproduce(
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/NAME]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the groups of models that a stopped run finished.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="Of sudoku: run this system now, as its row is called. Repeatable.")
+        list[str] | None, typer.Option(help="Of sudoku and text: run this system now, as its row is called. Repeatable.")
     ] = None,
-    data: Annotated[Path, typer.Option(help="Of sudoku: where the puzzles are, or are made.")] = Path("data/sudoku"),
+    data: Annotated[
+        str | None,
+        typer.Option(help="Of sudoku: where puzzles are, or are made [default: data/sudoku]. Of text: text8, or a file."),
+    ] = None,
     device: Device = "auto",
     settings: Settings = None,
 ) -> None:
@@ -69,27 +72,34 @@ def reproduce(
     pyplot()  # a missing matplotlib is better known before the training
     suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
     folder = out or Path("runs") / (name + suffix)
-    if name == "sudoku":
-        from vmd.puzzle_table import reproduce_sudoku
+    if name in ("sudoku", "text"):
+        require(preset == "ours", f"--preset {preset}: expected ours: {name} has the paper's systems among its rows")
+        require(seeds is None, f"--seeds: expected none: {name} has one seed; try --set training.seed=1 with another --out")
+        options: dict[str, Any] = {
+            "out": folder,
+            "command": shlex.join(["vmd", *sys.argv[1:]]),
+            "quick": quick,
+            "device": pick_device(device),
+            "overrides": settings or [],
+            "resume": resume,
+            "only": tuple(only or ()),
+            "on_note": say,
+        }
+        if name == "sudoku":
+            from vmd.puzzle_table import reproduce_sudoku
 
-        require(preset == "ours", f"--preset {preset}: expected ours: sudoku has the paper's systems among its rows")
-        require(seeds is None, "--seeds: expected none: sudoku has one seed; try --set training.seed=1 with another --out")
-        results = reproduce_sudoku(
-            out=folder,
-            command=shlex.join(["vmd", *sys.argv[1:]]),
-            data=data,
-            quick=quick,
-            device=pick_device(device),
-            overrides=settings or [],
-            resume=resume,
-            only=tuple(only or ()),
-            on_note=say,
-        )
-        print_table(*summary_table(results), title="sudoku: logic puzzles solved, %, argmax")
+            results = reproduce_sudoku(data=Path(data or "data/sudoku"), **options)
+        else:
+            from vmd.text_table import reproduce_text
+
+            results = reproduce_text(data=data or "", **options)
+        titles = {"sudoku": "logic puzzles solved, %, argmax", "text": "certified bits per character of the test text"}
+        print_table(*summary_table(results), title=f"{name}: {titles[name]}")
         for picture in [folder / "table.md", *draw_figures(folder)]:
             say(f"{'every row' if picture.suffix == '.md' else 'picture'}: {picture}")
         return
-    require(not only, "--only: expected with sudoku")
+    require(data is None, f"--data {data}: expected with sudoku or text")
+    require(not only, "--only: expected with sudoku or text")
     results = reproduce(
         name,
         out=folder,

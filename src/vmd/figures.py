@@ -50,6 +50,8 @@ def draw_figures(folder: Path) -> list[Path]:
         made.append(draw_bits(results, folder / "bits.png"))
     if results["name"] == "sudoku":
         made += draw_sudoku(results, folder)
+    if results["name"] == "text":
+        made.append(draw_text(results, folder / "few-steps.png"))
     return made
 
 
@@ -252,6 +254,38 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
     if several:
         made.append(draw_several(several, folder / "several.png"))
     return made
+
+
+def draw_text(results: dict, path: Path) -> Path:
+    """Certified bits, real words and a judge's bits against evaluations, one line for each system."""
+    plt = pyplot()
+    panels = [("bits", "certified bits per character"), ("real_words", "real words, %"), ("judged_bits", "judge's bits")]
+    present = {row["metric"] for row in results["rows"]}
+    panels = [panel for panel in panels if panel[0] in present]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.2), layout="constrained", squeeze=False)
+    names = [name for name, about in results["systems"].items() if not about["judge"]]
+    for axis, (metric, label) in zip(axes[0], panels, strict=True):
+        for number, name in enumerate(names):
+            points = sorted(
+                (row["setting"]["nfe"], row["value"])
+                for row in results["rows"]
+                if row["system"] == name and row["metric"] == metric and row["setting"]["rule"] == "sample"
+            )
+            if points:
+                x, y = zip(*points, strict=True)
+                style = {"none": "--", "gaussian": ":"}.get(results["configurations"][name]["model"]["latent"]["kind"], "-")
+                axis.plot(x, y, style, marker="o", markersize=4, label=name, color=plt.get_cmap("tab20")(number))
+        if metric in results["test_text"]:
+            axis.axhline(results["test_text"][metric], color=INK, linestyle="--", linewidth=1)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel(
+            f"network evaluations for {next(iter(results['configurations'].values()))['model']['length']} characters"
+        )
+        axis.set_ylabel(label)
+        axis.grid(color=GRID)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, ncols=4, loc="outside upper center", fontsize=9)
+    return save(figure, path)
 
 
 def draw_accuracy_curves(curves: dict[str, list[dict]], path: Path) -> Path:

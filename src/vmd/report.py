@@ -43,7 +43,10 @@ def section(folder: Path, name: str, readme: Path) -> str:
     if name.startswith("bench"):
         return bench_section(folder / name)
     runs = load_results(folder, name)
-    text = to_markdown(*(summary_table(runs[0]) if name in ("ablations", "heads", "sudoku") else merged_table(runs))) + "\n"
+    text = (
+        to_markdown(*(summary_table(runs[0]) if name in ("ablations", "heads", "sudoku", "text") else merged_table(runs)))
+        + "\n"
+    )
     for run in runs:
         text += (
             f"`{run['command']}`: {run['hardware']['name']}, {run['seconds']:.0f} s for everything, "
@@ -58,6 +61,7 @@ def section(folder: Path, name: str, readme: Path) -> str:
         "bits.png",
         "filling.png",
         "curves.png",
+        "few-steps.png",
     ]
     shown = [p for p in pictures if (folder / name / p).exists()]
     return text + "".join(f"\n![{picture.removesuffix('.png')}]({where}/{picture})\n" for picture in shown)

@@ -50,7 +50,7 @@ def printed(rows: list[dict], **wanted) -> str:
 
 def summary_table(results: dict) -> Table:
     """Of one run: see `merged_table`; of the ablations, the certified bits; of Sudoku, the paper's table."""
-    special = {"ablations": bits_table, "heads": heads_table, "sudoku": sudoku_table}
+    special = {"ablations": bits_table, "heads": heads_table, "sudoku": sudoku_table, "text": text_bits_table}
     return special[results["name"]](results) if results["name"] in special else merged_table([results])
 
 
@@ -102,8 +102,9 @@ def render(results: dict) -> str:
     seeds = len(results["seeds"])
     where = f"{results['hardware']['name']}, {results['seconds']:.0f} s, {seeds} seed{'s' if seeds > 1 else ''}"
     head = f"# {results['name']}\n\n`{results['command']}` ({where})\n\n"
-    if results["name"] in ("ablations", "heads", "sudoku"):
-        tables = sudoku_tables(results) if results["name"] == "sudoku" else ablation_tables(results)
+    if results["name"] in ("ablations", "heads", "sudoku", "text"):
+        makers = {"sudoku": sudoku_tables, "text": text_tables}
+        tables = makers.get(results["name"], ablation_tables)(results)
         return head + "\n".join(f"## {title}\n\n{to_markdown(*table)}" for title, table in tables)
     return head + f"{to_markdown(*summary_table(results))}\n## Every row\n\n{to_markdown(*detail_table(results))}"
 
@@ -331,6 +332,56 @@ def sudoku_grids(results: dict) -> Table:
         cells = [percent(find(rows, system=name, z=z, steps=c, metric="valid")) for c in counts]
         lines.append([name, "" if name.endswith("no z") else z, *cells])
     return ["system", "z", *(f"NFE {c}" for c in counts)], lines
+
+
+def text_tables(results: dict) -> list[tuple[str, Table]]:
+    return [
+        ("Certified bits per character of the test text", text_bits_table(results)),
+        ("Samples at temperature 1, random order", text_samples_table(results)),
+    ]
+
+
+def text_bits_table(results: dict) -> Table:
+    """Bits by steps per block; what was trained, with what it is; perplexity at all steps."""
+    rows, lines = results["rows"], []
+    for name, about in results["systems"].items():
+        r = about["block"]
+        everything = find(rows, system=name, metric="bits", steps=r)
+        cells = [
+            ""
+            if (found := find(rows, system=name, metric="bits", steps=n)) is None
+            else number(found["value"], 4, found["stderr"])
+            for n in (1, 2, 4)
+        ]
+        surrogate = find(rows, system=name, metric="surrogate") or find(rows, system=name, metric="own_bound")
+        kind = "" if surrogate is None else ("surrogate" if surrogate["metric"] == "surrogate" else "bound")
+        trained = "" if surrogate is None else f"{surrogate['value']:.4f} ({kind})"
+        counts = about["parameters"]
+        size = f"{(counts['backbone'] + counts['pathway']) / 1e6:.1f} M"
+        size += f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else ""
+        whole = "" if everything is None else number(everything["value"], 4, everything["stderr"])
+        perplexity = "" if everything is None else f"{2 ** everything['value']:.3f}"
+        seen = f"{about['characters'] / 1e6:.0f} M"
+        lines.append([name, size, seen, f"{about['training_seconds'] / 60:.1f}", str(r), whole, perplexity, *cells, trained])
+    steps = ["N = r", "perplexity", "N = 1", "N = 2", "N = 4"]
+    return ["system", "parameters", "characters seen", "minutes", "r", *steps, "what was trained"], lines
+
+
+def text_samples_table(results: dict) -> Table:
+    rows = [r for r in results["rows"] if "temperature" in r["setting"]]
+    metrics = ("real_words", "judged_bits", "divergence", "entropy", "distinct", "characters_per_second")
+    digits = {"real_words": 1, "judged_bits": 3, "divergence": 4, "entropy": 3, "distinct": 4, "characters_per_second": 0}
+    lines = []
+    if "test_text" in results:
+        real = results["test_text"]
+        lines.append(["the test text", "", "", "", *("" if m not in real else f"{real[m]:.{digits[m]}f}" for m in metrics)])
+    for name, steps, rule in dict.fromkeys((r["system"], r["setting"]["steps"], r["setting"]["rule"]) for r in rows):
+        here = {m: find(rows, system=name, steps=steps, rule=rule, metric=m) for m in metrics}
+        nfe = next(row["setting"]["nfe"] for row in here.values() if row is not None)
+        cells = ["" if row is None else number(row["value"], digits[m], row["stderr"]) for m, row in here.items()]
+        lines.append([name, str(steps), str(nfe), rule, *cells])
+    names = ["real words, %", "judge's bits", "4-gram divergence", "own entropy, bits", "distinct 4-grams", "characters/s"]
+    return ["system", "steps per block", "NFE", "rule", *names], lines
 
 
 def to_markdown(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,322 @@
+"""`vmd reproduce text`: systems trained on the same characters, their certified bits at every number of steps, and samples.
+
+Every system is trained in a folder of its own and goes on from its checkpoints; its rows are kept when it is done.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vmd import __version__
+from vmd.checkpoints import checkpoint_files
+from vmd.config import RunConfig, override_all, require, require_choice, to_dict
+from vmd.data import TextData, load_data
+from vmd.evaluation import rows_per_pass
+from vmd.files import hardware, make_folder, read_json, write_atomically
+from vmd.likelihood import in_bits, nll_bound
+from vmd.masking import draw_masks
+from vmd.model import VMD
+from vmd.presets import preset
+from vmd.progress import progress_bar
+from vmd.puzzle_table import signature, training_seconds
+from vmd.sampling import RULES
+from vmd.tables import render
+from vmd.text_quality import judged_bits, text_quality, words_of
+from vmd.training import check_precision, fast_settings, precision, train
+
+# As in the paper: z of earlier blocks is seen through the clean stream, the encoder reads the doubled one.
+PAPER_Z = ("model.latent.encoder_stream=doubled", "model.latent.on_clean=true", "objective.kl_weight=1")
+LEARNED_Z = ("model.latent.prior=learned", "objective.kl_weight=1")
+
+
+@dataclass(frozen=True)
+class System:
+    """One row: a preset with settings. `judge`: only asked for its opinion of the others' samples."""
+
+    name: str
+    preset: str
+    block: int
+    settings: tuple[str, ...] = ()
+    judge: bool = False
+
+
+SYSTEMS = (
+    System("judge: AR, larger", "text-mdm", 1, ("model.layers=12", "model.width=512"), judge=True),
+    System("BD3-LM, r = 4", "text-mdm", 4),
+    System("codes, r = 4", "text", 4),
+    System("chain, r = 4", "text", 4, ("model.latent.kind=chain",)),
+    System("AR", "text-mdm", 1),
+    System("MDLM", "text-mdm", 256),
+    System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z),
+    System("Gaussian, learned prior, r = 4", "text-gaussian", 4, LEARNED_Z),
+    System("BD3-LM, r = 8", "text-mdm", 8),
+    System("codes, r = 8", "text", 8),
+    System("chain, r = 8", "text", 8, ("model.latent.kind=chain",)),
+    System("the paper's VMD, r = 8", "text-gaussian", 8, PAPER_Z),
+    System("codes, r = 16", "text", 16),
+    System("chain, r = 16", "text", 16, ("model.latent.kind=chain",)),
+    System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
+)
+
+
+@dataclass(frozen=True)
+class Budget:
+    length: int
+    settings: tuple[str, ...]
+    rows: int  # of the test text, scored
+    draws: int  # samples of each way
+    iwae: int
+
+
+FULL = Budget(256, ("training.steps=6000",), 2_000, 1_000, 16)
+QUICK = Budget(
+    64,
+    (
+        "model.layers=2",
+        "model.heads=4",
+        "model.width=64",
+        "model.latent.encoder_layers=1",
+        "model.latent.dim=16",
+        "model.latent.codes=32",
+        "training.steps=300",
+        "training.batch_size=32",
+        "training.warmup_steps=20",
+        "training.learning_rate=5e-3",
+        "training.ema=0.98",
+    ),
+    100,
+    50,
+    4,
+)
+
+
+def quick_text(path: Path) -> Path:
+    """Some English that is on every machine with Python: its own documentation, in letters and spaces."""
+    from pydoc_data.topics import topics
+
+    letters = "".join(c if "a" <= c <= "z" else " " for c in " ".join(topics.values()).lower())
+    write_atomically(path, " ".join(letters.split()))
+    return path
+
+
+def planned(system: System, budget: Budget, name: str, overrides: list[str], data: TextData, device: str) -> RunConfig:
+    """With all overrides applied and checked."""
+    block = min(system.block, budget.length)
+    latent = preset(system.preset).model.has_latent
+    own = [s for s in budget.settings if latent or not s.startswith("model.latent")]
+    size = [s for s in system.settings if not (budget is QUICK and s.startswith(("model.layers", "model.width")))]
+    run = override_all(
+        preset(system.preset),
+        [f"model.length={budget.length}", f"model.block_size={block}", *own, *size, *overrides],
+    )
+    run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
+    chosen = {setting.partition("=")[0] for setting in overrides}
+    fast = {field: v for field, v in fast_settings(run, device).items() if f"training.{field}" not in chosen}
+    run = replace(run, training=replace(run.training, **fast), data=replace(run.data, name=name))
+    check_precision(run.training, device)
+    run.objective.check(run.model)
+    return run
+
+
+# Measuring
+
+
+def step_counts(run: RunConfig) -> list[int]:
+    """Steps per block: few, and all. A model of one block is compared at as many evaluations as blocks of four."""
+    r, length = run.model.block_size, run.model.length
+    few = (length // 4, length // 2) if r == length else (1, 2, 4, 8)
+    return sorted({count for count in (*few, r) if 1 <= count <= r})
+
+
+def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
+    """Certified bits per character at every number of steps, and the objective that was trained, with what it is."""
+    rows = []
+    chunk = rows_per_pass(model)
+    latent = model.config.latent
+    z = "once" if model.config.z_reaches_later_blocks else "fresh"
+    for steps in step_counts(run):
+        samples = iwae if latent.kind == "gaussian" else 1
+        generator = torch.Generator(x0.device).manual_seed(0)
+        nats = nll_bound(model, x0, steps, z=z, samples=samples, chunk=chunk, generator=generator)
+        bits = in_bits(nats, x0.shape[1])
+        setting = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "rule": "sample", "n": len(x0)}
+        setting |= {"z": z if model.config.has_latent else "none", "iwae": samples}
+        rows.append({"setting": setting, "metric": "bits", "value": bits.value, "stderr": bits.stderr})
+    trained = objective_bits(model, x0, run.objective.score_entropy)
+    name = "surrogate" if model.config.has_latent else "own_bound"
+    rows.append({"setting": {"steps": 0, "nfe": 0, "n": len(x0)}, "metric": name, "value": trained.value})
+    rows[-1]["stderr"] = trained.stderr
+    return rows
+
+
+@torch.no_grad()
+def objective_bits(model: VMD, x0: Tensor, score_entropy: bool):
+    """The paper's objective, masks by counts: a surrogate with z; without, the usual bound, or SEDD's own."""
+    generator = torch.Generator(x0.device).manual_seed(0)
+    totals = []
+    for some in x0.split(rows_per_pass(model)):
+        masks = draw_masks(some, model.config.block_size, generator=generator)
+        shape = model.latent_shape(len(some))
+        noise = None if shape is None else torch.randn(shape, generator=generator, device=x0.device)
+        totals.append(model(some, masks, noise, score_entropy=score_entropy).total)
+    return in_bits(torch.cat(totals), x0.shape[1])
+
+
+def sample_rows(
+    model: VMD, run: RunConfig, data: TextData, reference: list[str], words: set[str], judge: VMD | None, draws: int
+) -> list[dict]:
+    """Samples at temperature 1: real words, n-grams, variety, another model's bits, and how long they took."""
+    rows = []
+    config = model.config
+    z = "once" if config.z_reaches_later_blocks else "fresh"
+    for steps in step_counts(run):
+        for rule in RULES:
+            if rule == "argmax" and not config.has_latent:
+                continue  # it writes one text for ever
+            generator = torch.Generator(model.device).manual_seed(0)
+            with precision("tf32" if model.device.type == "cuda" else "float32"):
+                started = time.perf_counter()
+                drawn = model.sample(
+                    draws, steps=steps, order="random", rule=rule, z=z, generator=generator, batch_size=rows_per_pass(model)
+                )
+                tokens = drawn.tokens.cpu()
+                seconds = time.perf_counter() - started
+            texts = [data.tokenizer.decode(row.numpy()) for row in tokens]
+            setting = {"steps": steps, "nfe": drawn.nfe, "order": "random", "rule": rule, "n": draws}
+            setting |= {"z": z if config.has_latent else "none", "temperature": 1}
+            found = text_quality(texts, reference, words)._asdict() | {"characters_per_second": tokens.numel() / seconds}
+            rows += [{"setting": setting, "metric": m, "value": v, "stderr": None} for m, v in found.items()]
+            if judge is not None:
+                bits, error = judged_bits(judge, tokens)
+                rows.append({"setting": setting, "metric": "judged_bits", "value": bits, "stderr": error})
+    return rows
+
+
+# The whole
+
+
+def reproduce_text(
+    *,
+    out: Path,
+    command: str,
+    data: str = "",
+    quick: bool = False,
+    device: str = "cpu",
+    overrides: list[str] | None = None,
+    resume: bool = False,
+    only: tuple[str, ...] = (),
+    on_note: Callable[[str], None] = lambda text: None,
+) -> dict:
+    """Train the systems one after the other, each in OUT/SYSTEM, and measure them; write results.json and table.md.
+
+    `resume` keeps the rows of systems that are done and goes on from the checkpoints of the one that was stopped. `only`
+    names the systems to run now; the results hold all that are done.
+    """
+    budget = QUICK if quick else FULL
+    for name in only:
+        require_choice("--only", name, tuple(system.name for system in SYSTEMS))
+    require(bool(data) or quick, "--data: expected a text, such as text8, or the path of a file; --quick brings its own")
+    make_folder(out)
+    source = data or str(quick_text(out / "quick.txt"))
+    splits = {
+        split: load_data(source, length=budget.length, tokenizer="char", split=split)
+        for split in ("train", "validation", "test")
+    }
+    trained, tested = splits["train"], splits["test"]
+    assert isinstance(trained, TextData)
+    assert isinstance(tested, TextData)
+    runs = {s.name: planned(s, budget, source, overrides or [], trained, device) for s in SYSTEMS}
+    partial = out / "partial.json"
+    done: dict[str, dict] = read_json(partial) if resume and partial.exists() else {}
+    require(isinstance(done, dict), f"{partial}: expected the record of a stopped run")
+    x0 = tested.in_order(0, min(budget.rows, len(tested))).long().to(device)
+    reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
+    on_note("reading the words of the training text")
+    words = vocabulary(trained)
+    chosen = [system for system in SYSTEMS if not only or system.name in only]
+    for system in chosen:
+        run = runs[system.name]
+        if signature(run) == done.get(system.name, {}).get("signature"):
+            continue
+        model, about = train_system(system, run, trained, out, device, resume)
+        started = time.perf_counter()
+        judge = None if system.judge else find_judge(out, device)
+        rows = bits_rows(model, run, x0, budget.iwae)
+        if not system.judge:
+            rows += sample_rows(model, run, tested, reference, words, judge, budget.draws)
+        about["measuring_seconds"] = time.perf_counter() - started
+        about["rows"] = [{"system": system.name} | row for row in rows]
+        done[system.name] = about | {"signature": signature(run)}
+        write_atomically(partial, json.dumps(done))
+    real = text_quality(reference, reference, words)
+    results = collect(done, runs, command, device, source, real._asdict())
+    write_atomically(out / "results.json", json.dumps(results, indent=1))
+    write_atomically(out / "table.md", render(results))
+    return results
+
+
+def vocabulary(data: TextData, at_once: int = 4_096) -> set[str]:
+    """The words of the whole training text."""
+    words: set[str] = set()
+    for start in range(0, len(data), at_once):
+        rows = data.in_order(start, min(at_once, len(data) - start))
+        words |= set(words_of(data.tokenizer.decode(row.numpy()) for row in rows))
+    return words
+
+
+def folder_of(out: Path, system: System) -> Path:
+    return out / "".join(c if c.isalnum() else "-" for c in system.name)
+
+
+def find_judge(out: Path, device: str) -> VMD | None:
+    folder = folder_of(out, next(system for system in SYSTEMS if system.judge))
+    return VMD.from_pretrained(folder, device).eval() if (folder / "model.safetensors").is_file() else None
+
+
+def train_system(system: System, run: RunConfig, data: TextData, out: Path, device: str, resume: bool) -> tuple[VMD, dict]:
+    folder = folder_of(out, system)
+    again = resume and bool(checkpoint_files(folder))
+    model = VMD(run.model, seed=run.training.seed).to(device)
+    make_folder(folder)
+    with progress_bar(system.name, run.training.steps) as update:
+        log = train(
+            model,
+            data,
+            run,
+            out=folder,
+            resume=again,
+            on_step=lambda step, record: update(step, "" if record is None else f"loss {record['total']:.4f}"),
+        )
+    about = {
+        "training_seconds": training_seconds(log),
+        "parameters": model.parameter_counts(),
+        "characters": run.training.steps * run.training.batch_size * run.model.length,
+        "block": run.model.block_size,
+        "judge": system.judge,
+    }
+    return model.eval(), about
+
+
+def collect(done: dict[str, dict], runs: dict[str, RunConfig], command: str, device: str, source: str, real: dict) -> dict:
+    parts = {name: done[name] for name in runs if name in done}
+    about = ("training_seconds", "measuring_seconds", "parameters", "characters", "block", "judge")
+    return {
+        "name": "text",
+        "preset": "ours",
+        "command": command,
+        "data": Path(source).name,
+        "seeds": [0],
+        "hardware": hardware(device),
+        "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
+        "configurations": {name: to_dict(runs[name]) for name in parts},
+        "systems": {name: {key: part[key] for key in about} for name, part in parts.items()},
+        "test_text": real,
+        "rows": [row for part in parts.values() for row in part["rows"]],
+    }
