@@ -112,3 +112,48 @@ def test_committed_surrogates_of_codes_go_below_the_entropy_where_tokens_determi
     for row in found:
         if row["setting"]["data"] in ("deterministic", "non-uniform", "d1", "d2"):
             assert row["value"] < results["entropy"][row["setting"]["data"]]
+
+
+def committed_rows(**wanted) -> list[dict]:
+    """Of one step, rule sample where there are samples."""
+    rows = []
+    for row in read(ROOT / "results" / "ablations")["rows"]:
+        flat = row["setting"] | {"system": row["system"], "metric": row["metric"]}
+        if flat["steps"] == 1 and all(flat.get(key) == value for key, value in wanted.items()):
+            rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("objective", [SURROGATE, BOUND_1, BOUND_N, BOUND_ONCE])
+@pytest.mark.parametrize(
+    ("data", "valid", "kl"),
+    [
+        ("deterministic", 99.9, 0.003),
+        ("non-uniform", 99.9, 0.003),
+        *((f"dependence-{p}", None, 0.003) for p in (0.3, 0.5, 0.7, 0.8)),
+        ("d1", 99.9, 0.005),
+        ("d2", 99.5, 0.02),
+    ],
+)
+def test_committed_codes_get_it_right_in_one_step_and_no_seed_is_stuck(objective, data, valid, kl):
+    here = {"system": "categorical", "objective": objective, "data": data}
+    (exact,) = committed_rows(metric="kl_exact", **here)
+    assert len(exact["values"]) == 5
+    assert max(exact["values"]) <= kl
+    if valid is not None:
+        (share,) = committed_rows(metric="accuracy", rule="sample", **here)
+        assert min(share["values"]) >= valid
+    if data not in ("d1", "d2"):
+        (bits,) = committed_rows(metric="bits", **here)
+        entropy = read(ROOT / "results" / "ablations")["entropy"][data]
+        assert (bits["value"] - entropy) * 2 * math.log(2) <= 0.01
+
+
+@pytest.mark.parametrize("p", [0.3, 0.5, 0.7, 0.8])
+def test_committed_importance_weights_make_a_gaussian_useful_in_one_step(p):
+    here = {"system": "Gaussian, importance-weighted", "objective": BOUND_1, "data": f"dependence-{p}"}
+    (exact,) = committed_rows(metric="kl_exact", **here)
+    assert exact["value"] <= 0.02
+    (bits,) = committed_rows(metric="bits", iwae=64, **here)
+    (bare,) = committed_rows(metric="bits", **(here | {"system": "no z"}))
+    assert bits["value"] < bare["value"]

@@ -158,7 +158,7 @@ def test_training_prints_nothing_on_stdout(here):
     done = succeeds("train", "--data", "rows.npy", "--out", "run", *TINY)
     assert done.out == ""
     assert "parameters: " in done.err
-    assert "rows.npy: 3 of 3 loss" in done.err
+    assert "rows.npy: 3 of 3 surrogate" in done.err
     assert lines(done.err)[-1] == "model: run"
 
 
@@ -183,7 +183,7 @@ def test_a_long_name_does_not_break_a_line(here):
     name = "rows" * 40 + ".npy"
     save_rows(here / name)
     done = succeeds("train", "--data", name, "--out", "run", *TINY)
-    assert f"vmd train {name}: 3 of 3 loss" in done.err
+    assert f"vmd train {name}: 3 of 3 surrogate" in done.err
 
 
 def test_interruption_is_one_line_and_its_own_code(here, monkeypatch):

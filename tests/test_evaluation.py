@@ -101,7 +101,7 @@ def test_a_latent_that_nothing_reads_carries_nothing(z):
     assert found.information < 0.01
     assert abs(found.kl) < 0.01
     assert abs(found.nll_gap) < 1e-5
-    assert advice(found.information, z.kind).startswith("the latent has collapsed")
+    assert advice(found, z.kind).startswith("the latent has collapsed")
     assert found.size == (6 if z.kind == "categorical" else 3) == len(found.spread)
 
 

@@ -31,7 +31,8 @@ from vmd.reproduce import (
 from vmd.sampling import sample
 
 FAST = settings("training.steps=2", "training.batch_size=8", "model.layers=1", "model.width=16")
-COMMITTED = sorted((ROOT / "results").glob("*/results.json"))
+PAIRS = ("two-token", "two-token-paper", "four-token", "four-token-paper")  # the others have tests of their own
+COMMITTED = sorted(path for path in (ROOT / "results").glob("*/results.json") if path.parent.name in PAIRS)
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

@@ -2,6 +2,8 @@
 `vmd reproduce heads`: how codes should enter the decoder, and how many there should be.
 """
 
+from typing import Any
+
 import torch
 
 from vmd.config import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, override_all
@@ -72,14 +74,16 @@ def evaluate_ablation(
     rows: list[dict] = []
     base = {"objective": objective, "data": truth.name, "block": r}
 
-    def add(metric: str, value: float, **setting) -> None:
-        rows.append({"system": system, "setting": base | setting, "metric": metric, "value": value})
+    def add(metric: str, value: float, error: float | None = None, **setting) -> None:
+        """`error`: of the estimate for this one model."""
+        row = {"system": system, "setting": base | setting, "metric": metric, "value": value}
+        rows.append(row if error is None else row | {"error": error})
 
     samples = IWAE if model.config.latent.kind == "gaussian" else 1
     per_sequence = max(2, draws // (25 * len(truth.sequences)))
     for steps in (1,) if system in HEADS else step_counts(r):
         for z in ["once"] if steps == 1 or not model.config.has_latent else ["once", "fresh"]:
-            where = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "z": z}
+            where: dict[str, Any] = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "z": z}
             for s in sorted({1, samples}):
                 bits = law_bits(
                     model,
@@ -89,7 +93,7 @@ def evaluate_ablation(
                     ),
                     per_sequence,
                 )
-                add("bits", bits.value, **where, iwae=s, n=per_sequence * len(truth.sequences))
+                add("bits", bits.value, bits.stderr, **where, iwae=s, n=per_sequence * len(truth.sequences))
             drawn = model.sample(draws, steps=steps, order="random", z=z, generator=generator, batch_size=50_000)
             where |= {"rule": "sample", "n": draws}
             if truth.constrains:
@@ -101,7 +105,7 @@ def evaluate_ablation(
                 add("kl_exact", kl_to(truth, exact), **where)
                 if truth.constrains:
                     add("accuracy_exact", 100 * float(exact.sum()), **where)
-    if objective == SURROGATE:
+    if objective == SURROGATE and run.objective.samples == 1:  # which has no importance samples
         add("surrogate", surrogate_bits(model, truth, generator, draws), steps=0, nfe=0, z="none")
     return rows
 

@@ -45,7 +45,7 @@ class Board:
         """After every step; the record is None where no log line was written."""
         self.writer = self.writer or self.make_writer(step)
         for name, value in (record or {}).items():
-            if name != "step" and value is not None:
+            if name != "step" and isinstance(value, int | float):
                 self.writer.add_scalar(f"train/{name}", value, step)
         if self.draws_samples and (step % self.every == 0 or step == self.steps):
             self.show_samples(step)

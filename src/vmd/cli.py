@@ -257,12 +257,14 @@ def train_run(
             stack.enter_context(board)
         update = stack.enter_context(progress_bar(f"vmd train {run.data.name}", run.training.steps))
 
+        loss = "surrogate" if run.model.has_latent and run.objective.masking != "steps" else "loss"
+
         def on_step(done: int, record: dict | None) -> None:
             nonlocal started
             if not started:
                 say(describe(model.parameter_counts()))
                 started = True
-            text = "" if record is None else f"loss {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
+            text = "" if record is None else f"{loss} {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
             update(done, text)
             for board in boards:
                 board.show(done, record)
@@ -273,7 +275,7 @@ def train_run(
     if world_size() > 1:  # whose weights may be spread over processes
         model = VMD.from_pretrained(folder, device)
     carried = diagnose_model(model, data, fixed=run.data.fixed)
-    warning = None if carried is None else advice(carried.information, run.model.latent.kind)
+    warning = None if carried is None else advice(carried, run.model.latent.kind)
     if warning is not None:
         say(f"warning: {warning}")
     say(f"model: {folder}")
@@ -291,7 +293,10 @@ def sample(
     ] = None,
     temperature: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
-    z: Annotated[str, typer.Option(help="once per block, or fresh for every step.")] = "once",
+    z: Annotated[
+        str | None,
+        typer.Option(help="once per block, or fresh for every step. [default: fresh for codes trained so, else once]"),
+    ] = None,
     revise: Annotated[
         bool, typer.Option("--revise", help="A step may mask again what an earlier one wrote, where the model has doubts.")
     ] = False,
@@ -321,6 +326,7 @@ def sample(
     loaded = VMD.from_pretrained(model, device=pick_device(device))
     config = loaded.config
     rule = rule or ("argmax" if config.latent.kind == "gaussian" else "sample")
+    z = z or (usual_z(Path(model), config) if steps > 1 else "once")
     deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
     if prompt is not None and deaf:
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
@@ -374,8 +380,11 @@ def evaluate(
     steps: Annotated[str, typer.Option(help="Steps per block, as in 1,2.")] = "1",
     order: Annotated[str, typer.Option(help="Of samples: random, prob, margin or entropy. Bounds are for random.")] = "prob",
     z: Annotated[
-        str, typer.Option(help="once or fresh. A bound for once takes N passes a row, for fresh at most 8.")
-    ] = "once",
+        str | None,
+        typer.Option(
+            help="once or fresh. A bound for once takes N passes a row, for fresh at most 8. [default: as for samples]"
+        ),
+    ] = None,
     revise: Annotated[
         bool, typer.Option("--revise", help="Of puzzles: steps may mask again what earlier ones wrote.")
     ] = False,
@@ -426,6 +435,7 @@ def evaluate(
         require(not plot.is_dir(), f"--plot {plot}: expected a file, found a folder")
         pyplot()
     loaded = VMD.from_pretrained(model, device=pick_device(device))
+    z = z or (usual_z(Path(model), loaded.config) if max(counts) > 1 else "once")
     loaded_data = data_to_score(Path(model), loaded, data, split)
     if fixed is None:
         fixed = trained_fixed(Path(model))
@@ -448,18 +458,27 @@ def evaluate(
     entropy = None
     if isinstance(loaded_data, Law) and not fixed:
         entropy = loaded_data.entropy / (loaded_data.length * math.log(2))
+    broken = [row["metric"] for row in scores if not math.isfinite(row["value"])]
+    require(not broken, f"{model}: {broken[0] if broken else ''} is not a number: expected a model with finite weights")
     headers = ["metric", "value", "setting"]
     lines = [
         [row["metric"], f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"), row["about"]]
         for row in scores
     ]
     if entropy is not None:
-        lines.insert(0, ["entropy of the data, bits per token", f"{entropy:.4f}", "no certified figure can be below it"])
+        lines.insert(
+            0,
+            [
+                "entropy of the data, bits per token",
+                f"{entropy:.4f}",
+                "no certified figure can be below it, but for its error",
+            ],
+        )
     print_table(headers, lines)
     if carried is not None:
         kind = loaded.config.latent.kind
         say(describe_latent(carried, kind))
-        warning = advice(carried.information, kind)
+        warning = advice(carried, kind)
         if warning is not None:
             say(f"warning: {warning}")
     if json_out is not None:
@@ -527,14 +546,26 @@ def trained_fixed(folder: Path) -> str:
     return found if isinstance(found, str) else ""
 
 
+def usual_z(folder: Path, config: Any) -> str:
+    """How z is best drawn over several steps: codes that were trained on half-filled blocks are drawn afresh for each."""
+    about = saved(folder, "objective")
+    one_step = about.get("masking") == "steps" and about.get("steps") in ([1], None)
+    whole = about.get("masking") == "steps" and about.get("z") == "once"
+    return "fresh" if config.latent.coded and not one_step and not whole else "once"
+
+
 def saved_data(folder: Path) -> dict:
-    """The data section of the run that made a model, if it is there."""
+    return saved(folder, "data")
+
+
+def saved(folder: Path, section: str) -> dict:
+    """A section of the run that made a model, if it is there."""
     from vmd.files import read_json
 
     path = folder / "run.json"
     run = read_json(path) if path.is_file() else {}
-    data = run.get("data") if isinstance(run, dict) else None
-    return data if isinstance(data, dict) else {}
+    found = run.get(section) if isinstance(run, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 @app.command()

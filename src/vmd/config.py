@@ -312,29 +312,41 @@ class RunConfig:
 Config = TypeVar("Config")
 
 
-def override(config: Config, path: str, value: Any, section: str = "") -> Config:
+def override(config: Config, path: str, value: Any) -> Config:
     """`override(run, "training.steps", "100")`: a copy with one field changed; text is read as the field's type."""
-    head, _, rest = path.partition(".")
-    names = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
-    require(
-        head in names, f"unknown field {section + path!r}: expected one of {', '.join(section + name for name in names)}"
-    )
-    current = getattr(config, head)
-    if dataclasses.is_dataclass(current):
-        inner = ", ".join(f"{section}{head}.{f.name}" for f in dataclasses.fields(current))
-        require(bool(rest), f"{section + path!r} is a section: expected one of {inner}")
-        return dataclasses.replace(config, **{head: override(current, rest, value, f"{section}{head}.")})  # type: ignore[type-var]
-    require(not rest, f"unknown field {section + path!r}: {section + head!r} has no fields of its own")
-    return dataclasses.replace(config, **{head: _parse(value, get_type_hints(type(config))[head], section + path)})  # type: ignore[type-var]
+    return _override(config, {path: value}, "")
 
 
 def override_all(config: Config, settings: list[str]) -> Config:
-    """Apply `a.b=c` strings in order."""
+    """Apply `a.b=c` strings; what fields demand of each other is checked when all are applied."""
+    changes = {}
     for setting in settings:
         path, equals, value = setting.partition("=")
         require(bool(equals), f"--set {setting!r}: expected field=value")
-        config = override(config, path.strip(), value.strip())
-    return config
+        changes[path.strip()] = value.strip()
+    return _override(config, changes, "")
+
+
+def _override(config: Config, changes: dict[str, Any], section: str) -> Config:
+    fields = {f.name: f for f in dataclasses.fields(config)}  # type: ignore[arg-type]
+    hints = get_type_hints(type(config))
+    changed: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        head, _, rest = path.partition(".")
+        listed = ", ".join(section + name for name in fields)
+        require(head in fields, f"unknown field {section + path!r}: expected one of {listed}")
+        current = getattr(config, head)
+        if dataclasses.is_dataclass(current):
+            names = ", ".join(f"{section}{head}.{f.name}" for f in dataclasses.fields(current))
+            require(bool(rest), f"{section + path!r} is a section: expected one of {names}")
+            inner.setdefault(head, {})[rest] = value
+            continue
+        require(not rest, f"unknown field {section + path!r}: {section + head!r} has no fields of its own")
+        changed[head] = _parse(value, hints[head], section + path)
+    for head, some in inner.items():
+        changed[head] = _override(getattr(config, head), some, f"{section}{head}.")
+    return dataclasses.replace(config, **changed)  # type: ignore[type-var]
 
 
 def to_dict(config: Any) -> dict:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vmd.latent import CodeChain
+from vmd.latent import CodeChain, Gaussian
 from vmd.masking import Masks
 from vmd.model import VMD
 from vmd.objective import ChainCodes, code_terms, infer, targets_nll
@@ -51,22 +51,27 @@ def diagnose(
     per_dimension = posterior.kl_by_dimension(prior)  # (B, blocks, dim)
     noise = torch.randn(posterior.mean.shape, generator=generator, device=x0.device)
     z = posterior.draw(noise)
-    # log q(z_i | x_i) against log of the mean over rows j of q(z_i | x_j), block by block
-    pairs = torch.stack([posterior.log_prob(z[i]) for i in range(len(z))])  # (B, B, blocks): z_i under x_j
-    own = posterior.log_prob(z)
-    information = float((own - (pairs.logsumexp(1) - math.log(len(z))))[scored].mean())
     kl = float(per_dimension.sum(-1)[scored].mean())
+    draws = max(1, min(16, 4_096 // noise[0].numel()))  # of z for each row: one is noisy, and many take time
+    drawn = [z, *(posterior.draw(torch.randn(z.shape, generator=generator, device=z.device)) for _ in range(draws - 1))]
+    information = sum(information_of(posterior, some, scored) for some in drawn) / draws if len(x0) > 1 else kl
     nlls = [targets_nll(model.denoise, x0, masks, model.mask_id, some) for some in (z, prior.draw(noise))]
     variance = posterior.mean.var(0)[scored.any(0)].mean(0) if len(x0) > 1 else torch.zeros(config.latent.dim)
     return Diagnostics(
         kl,
         max(0.0, min(information, kl)),
-        kl - information if one_prior else None,
+        max(0.0, kl - information) if one_prior else None,
         float((nlls[1] - nlls[0]).sum() / tokens),
         int((variance > 0.01).sum()),
         config.latent.dim,
         per_dimension[scored].mean(0).tolist(),
     )
+
+
+def information_of(posterior: Gaussian, z: Tensor, scored: Tensor) -> float:
+    """log q(z_i | x_i) against log of the mean over rows j of q(z_i | x_j), block by block."""
+    pairs = torch.stack([posterior.log_prob(z[i]) for i in range(len(z))])  # (B, B, blocks): z_i under x_j
+    return float((posterior.log_prob(z) - (pairs.logsumexp(1) - math.log(len(z))))[scored].mean())
 
 
 def diagnose_codes(model: VMD, x0: Tensor, fixed: Tensor | None, tokens: int, one_prior: bool) -> Diagnostics:
@@ -75,16 +80,17 @@ def diagnose_codes(model: VMD, x0: Tensor, fixed: Tensor | None, tokens: int, on
     chain = model.config.latent.kind == "chain"
     blocks = len(posterior) // len(x0)
     usage_by_block = posterior.unflatten(0, (len(x0), blocks)).mean(0)  # (blocks, K)
-    each = model.config.block_size if chain else 1  # codes of a block, whose sums are those of its tokens
+    each = model.config.block_size if chain else 1  # of a chain, the sum over tokens of what each one's own code says
     kl = each * float((posterior * ((posterior + 1e-30).log() - log_prior)).sum(-1).mean())
     own = torch.special.entr(posterior).sum(-1).mean()
     information = each * float(torch.special.entr(usage_by_block).sum(-1).mean() - own)
+    information = information if len(x0) > 1 else kl
     expected = [-(weights * log_likelihood).sum() for weights in (posterior, log_prior.exp())]
     usage = usage_by_block.mean(0)
     return Diagnostics(
         kl,
         max(0.0, min(information, kl)),
-        kl - information if one_prior else None,
+        max(0.0, kl - information) if one_prior else None,
         float((expected[1] - expected[0]) / tokens),
         int((usage >= DEAD / len(usage)).sum()),
         len(usage),
@@ -112,18 +118,19 @@ def code_posterior(model: VMD, x0: Tensor, fixed: Tensor | None = None) -> tuple
     return (log_prior + log_likelihood).softmax(-1), log_prior, log_likelihood
 
 
-def advice(information: float | None, kind: str) -> str | None:
+def advice(found: Diagnostics, kind: str) -> str | None:
     """One line for a latent that carries nothing."""
-    if information is None or information >= COLLAPSED:
+    if found.information >= COLLAPSED and found.active:
         return None
     if kind in ("categorical", "chain"):
         tries = "try more model.latent.codes, training.split_codes_every or another training.seed"
     else:
         tries = (
-            "try a smaller objective.kl_weight, objective.free_bits, objective.samples=16 or model.latent.kind=categorical"
+            "try a smaller objective.kl_weight, objective.free_bits, model.latent.kind=categorical, "
+            "or objective.samples=16 with objective.kl_weight=1"
         )
     return (
-        f"the latent has collapsed: z carries {information:.4f} nats per block; {tries} "
+        f"the latent has collapsed: z carries {found.information:.4f} nats per block; {tries} "
         "(if the tokens of a block do not depend on each other, z has nothing to say)"
     )
 

@@ -187,7 +187,8 @@ def certified_row(
         return nll_bound(model, x0, steps, z=z, samples=samples, fixed=fixed, generator=generator, chunk=chunk)
 
     bits, over = scored_bits(model, data, score, rows_scored, seed, given)
-    about = f"{per_block(steps)}, NFE {steps * config.blocks}, random order, rule sample"
+    written = config.blocks if given is None else int((~given).unflatten(0, (config.blocks, -1)).any(-1).sum())
+    about = f"{per_block(steps)}, NFE {steps * written}, random order, rule sample"
     if config.has_latent:
         about += f", z {z}"
         about += ", summed over codes" if config.latent.coded else f", IWAE {samples}"

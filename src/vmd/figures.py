@@ -186,7 +186,7 @@ def draw_curves(logs: dict[str, list[dict]], metrics: list[str], against: str, p
     for axis, metric in zip(axes[0], metrics, strict=True):
         settled: list[float] = []  # of long logs, whose first steps would dwarf the rest
         for number, (name, log) in enumerate(logs.items()):
-            points = [(r[against], r[metric]) for r in log if r.get(metric) is not None and against in r]
+            points = [(r[against], r[metric]) for r in log if isinstance(r.get(metric), int | float) and against in r]
             if points:
                 x, y = zip(*points, strict=True)
                 settled += y[1 + len(y) // 20 :] if len(y) >= 20 else y

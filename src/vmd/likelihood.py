@@ -70,8 +70,8 @@ def nll_bound(
 
     The chance is in the order and in z. `samples` is S of the importance-weighted bound of a Gaussian latent (1: the
     ELBO); codes are summed exactly. `fixed`, (L,) or (B, L), marks the tokens that are given. No network pass has more than
-    `chunk` rows. With fresh z (or none) and more than `steps_scored` steps, so many of them are drawn evenly and
-    reweighted; with z once all of them are needed.
+    `chunk` rows, or the steps of one row if those are more. With fresh z (or none) and more than `steps_scored` steps, so
+    many of them are drawn evenly and reweighted; with z once all of them are needed.
     """
     config = model.config
     check(config, steps, z, samples)

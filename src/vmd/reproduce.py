@@ -276,6 +276,7 @@ def aggregate(rows: list[dict]) -> list[dict]:
                 "value": mean,
                 "stderr": None if spread is None else spread / math.sqrt(len(values)),
                 "values": values,
+                **({"errors": [row["error"] for row in same]} if "error" in same[0] else {}),
                 "paper": printed[0 if same[0]["metric"] == "accuracy" else 1],
             }
         )
@@ -289,13 +290,18 @@ def planned_cells(name: str, budget: Budget, family: str, settings: list[str], d
         run = override_all(cell.run, settings)
         named_after = ["data", "model.block_size", "model.latent.kind"]
         if cell.objective:
-            named_after += ["model.latent.prior", "objective.masking", "objective.z", "objective.samples"]
+            named_after += ["model.latent.prior", "objective.masking", "objective.steps", "objective.z", "objective.samples"]
+        if name == "heads":
+            named_after += [f"model.latent.{field}" for field in ("codes", "head", "head_dim", "code_layers")]
+            named_after += ["training.split_codes_every"]
         for field in named_after:
             same = operator.attrgetter(field)(run) == operator.attrgetter(field)(cell.run)
             require(same, f"--set {field}: fixed in a table: it is what makes a row {cell.system} {cell.data}")
         check_precision(run.training, device)
         truth = law(run.data.name)
-        cells.append(replace(cell, run=replace(run, model=run.model.resolved(truth.length, truth.vocab_size))))
+        run = replace(run, model=run.model.resolved(truth.length, truth.vocab_size))
+        run.objective.check(run.model)
+        cells.append(replace(cell, run=run))
     return cells
 
 
