@@ -1,6 +1,7 @@
 """Counted work, measured speed and what `vmd bench` writes. No test here depends on how fast anything is."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,12 +36,29 @@ def counted(config: ModelConfig) -> float:
 
 @pytest.mark.parametrize(
     "z",
-    [NO_LATENT, latent(), latent("doubled"), learned_prior(), codes(), codes(layers=1), codes(head="additive")],
-    ids=["none", "gaussian", "doubled", "learned-prior", "codes", "last-layer", "additive"],
+    [
+        NO_LATENT,
+        latent(),
+        latent("doubled"),
+        learned_prior(),
+        replace(latent(), encoder_layers=0),
+        codes(),
+        codes(layers=1),
+        codes(head="additive"),
+    ],
+    ids=["none", "gaussian", "doubled", "learned-prior", "noise", "codes", "last-layer", "additive"],
 )
 def test_counted_work_of_one_block_is_what_torch_counts(z):
     config = ModelConfig(vocab_size=11, length=12, layers=3, width=16, heads=2, latent=z).resolved(12, 11)
     assert forward_flops(config) == pytest.approx(counted(config), rel=0.03)
+
+
+@pytest.mark.parametrize("r", [12, 3])
+def test_a_z_of_noise_costs_its_pathway_alone(r):
+    shape = {"vocab_size": 11, "length": 12, "block_size": r, "layers": 3, "width": 16, "heads": 2}
+    plain, noise = (ModelConfig(**shape, latent=z) for z in (NO_LATENT, replace(latent(), encoder_layers=0)))
+    expected = counted(noise) - counted(plain)
+    assert forward_flops(noise) - forward_flops(plain) == pytest.approx(expected, rel=0.01)
 
 
 def test_useful_work_is_less_than_what_a_dense_mask_makes():

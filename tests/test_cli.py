@@ -582,6 +582,8 @@ BAD_SAMPLING = [
     ("--rule sample --temperature inf", "temperature=inf"),
     ("--rule sample --top-p 0", "top_p=0"),
     ("--rule sample --top-p 1.1", "top_p=1.1"),
+    ("--order-noise -1", "order_noise=-1.0"),
+    ("--order random --order-noise 1", "order_noise=1.0: expected 0 with order random"),
     ("-n 0", "--n 0"),
     ("--seed -1", "--seed -1"),
     ("--out samples.txt", "samples.txt: expected a path ending in .npy"),
@@ -862,3 +864,11 @@ def test_numbers_that_a_log_lacks_here_and_there_are_left_out_of_its_curve(here)
     (here / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     succeeds("plot", here / "metrics.jsonl", "--metric", "total,latent_marginal_gap", "--out", here / "gap.png")
     assert (here / "gap.png").exists()
+
+
+def test_noise_on_the_order_is_said_and_repeats_with_its_seed(trained):
+    words = ("sample", trained, "-n", "20", "--steps", "4", "--seed", "5")
+    plain, noisy, again = (succeeds(*words, *more) for more in ((), *[("--order-noise", "0.5")] * 2))
+    assert "noise 0.5 on the order" in noisy.err
+    assert "noise" not in plain.err
+    assert noisy.out == again.out

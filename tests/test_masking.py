@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from helpers import chi_square_p, mean_is, random_tokens, standard_error
 from vmd.likelihood import all_orders
-from vmd.masking import all_masks, apply_mask, draw_masks, draw_steps, stratified_uniforms
+from vmd.masking import LINEAR_TIMES, all_masks, apply_mask, draw_masks, draw_steps, stratified_uniforms
 from vmd.sampling import reveal_counts
 
-KINDS = ("counts", "times")
+KINDS = ("counts", "times", "linear")
 
 
 @st.composite
@@ -326,3 +326,36 @@ def test_a_block_of_fixed_tokens_has_no_weight_in_any_form(generator):
         masks = draw_steps(random_tokens(10, 4), 2, (1, 2), whole=whole, fixed=fixed, generator=generator)
         assert (masks.weight[:, 0] == 0).all()
         assert (masks.weight[:, 1] > 0).all()
+
+
+# Twenty times of linear weights
+
+
+def test_linear_times_come_equally_often_and_weigh_what_is_left_to_the_end(generator):
+    """T = 20 times t = 1/T..1 of weight (T - (tT - 1)) / T, stratified: even, not only on average."""
+    masks = draw_masks(random_tokens(400, 300), 300, kind="linear", generator=generator)
+    steps = (LINEAR_TIMES + 1 - masks.weight[:, 0] * LINEAR_TIMES).round().long()  # tT
+    assert torch.bincount(steps, minlength=21).tolist() == [0] + [20] * 20
+    torch.testing.assert_close(masks.weight[:, 0], (LINEAR_TIMES - (steps - 1)) / LINEAR_TIMES)
+    shares = torch.stack([masks.mask[steps == step].double().mean() for step in range(1, 21)])
+    t = torch.arange(1, 21) / 20
+    assert ((shares - t).abs() < 5 * (t * (1 - t) / (20 * 300)).sqrt() + 1e-9).all()
+
+
+@pytest.mark.parametrize("given_tokens", [0, 1])
+def test_linear_masks_have_the_enumerated_expectation(generator, given_tokens):
+    """On an arbitrary function of the mask: tokens are masked independently with probability t."""
+    r, rows = 4, 100_000
+    m = r - given_tokens
+    patterns = torch.tensor(list(itertools.product([False, True], repeat=m)))
+    worth = torch.randn(2**m, generator=generator, dtype=torch.float64) + 1
+    worth[0] = 0  # nothing is masked
+    powers = 2 ** torch.arange(m)
+    values, k = worth[(patterns * powers).sum(-1)], patterns.sum(-1)
+    times = [step / 20 for step in range(1, 21)]
+    exact = sum(float((1.05 - t) * (t**k * (1 - t) ** (m - k) * values).sum()) for t in times) / 20
+    fixed = torch.arange(r) < given_tokens
+    masks = draw_masks(torch.zeros(rows, r, dtype=torch.long), r, kind="linear", fixed=fixed, generator=generator)
+    draws = masks.weight[:, 0] * worth[(masks.mask[:, given_tokens:] * powers).sum(-1)]
+    assert mean_is(draws, exact)
+    assert 4 * standard_error(draws) < 0.1 * abs(exact)  # the test has power

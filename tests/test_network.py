@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, strong_model, tiny_config, tiny_model
+from vmd.config import InvalidInput
+from vmd.diagnostics import diagnose
 from vmd.masking import apply_mask, draw_masks
 from vmd.model import VMD
 from vmd.network import init_weights, rotate
@@ -480,3 +482,106 @@ def test_a_gated_pool_without_preferences_is_the_mean():
     torch.nn.init.zeros_(pool.gate.weight)
     h = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(pool(h, 3), h.unflatten(1, (3, 2)).mean(2))
+
+
+# GPT-2's: tokens predicted one place later, and no rotation
+
+
+@torch.no_grad()
+def test_a_shifted_model_predicts_a_token_where_the_one_before_stands():
+    shifted, plain = VMD(tiny_config(6, 6, shifted=True)), VMD(tiny_config(6, 6), seed=1)
+    plain.load_state_dict(shifted.state_dict())
+    x0, mask, _ = inputs(6, 6)
+    xt = apply_mask(x0, mask, V)
+    ours, theirs = shifted.denoise(xt, x0), plain.denoise(xt, x0)
+    assert torch.equal(ours[:, 1:], theirs[:, :-1])
+    assert torch.equal(ours[:, 0], theirs[:, 0])  # nothing stands before the first
+    assert changed(ours, theirs)
+
+
+def test_a_shifted_model_is_sampled_by_the_logits_it_is_trained_on():
+    model = VMD(tiny_config(6, 6, shifted=True), seed=1).eval()
+    prompt = torch.tensor([[1, 2, -1, 3, -1, 0]])
+    drawn = model.sample(prompt=prompt, steps=1, rule="argmax").tokens
+    canvas = torch.where(prompt < 0, V, prompt)
+    expected = logits_of(model, canvas, canvas, None).argmax(-1)
+    assert torch.equal(drawn, torch.where(prompt < 0, expected, prompt))
+
+
+@pytest.mark.parametrize(
+    ("shape", "z_config"), [((6, 2), NO_LATENT), ((6, 6), latent()), ((6, 6), codes())], ids=["blocks", "gaussian", "codes"]
+)
+def test_a_shifted_model_has_one_block_and_no_latent(shape, z_config):
+    tiny_config(6, 0, shifted=True)  # the block is the whole sequence
+    with pytest.raises(InvalidInput, match="shifted"):
+        tiny_config(*shape, z=z_config, shifted=True)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@torch.no_grad()
+def test_without_rotation_places_are_known_by_their_embeddings_alone(rotary):
+    """Tokens that change places together with the embeddings of these places give logits that change places."""
+    model = VMD(tiny_config(6, 6, rotary=rotary)).eval()
+    x0, mask, _ = inputs(6, 6)
+    xt = apply_mask(x0, mask, V)
+    before, order = model.denoise(xt, x0), torch.tensor([4, 0, 5, 2, 1, 3])
+    place = model.decoder.trunk.position.weight
+    place.copy_(place[order].clone())
+    after = model.denoise(xt[:, order], x0[:, order])
+    assert (same if not rotary else changed)(after, before[:, order])
+    assert changed(after, before)
+
+
+def test_rotation_is_no_weight():
+    with_it, without = (VMD(tiny_config(6, 6, rotary=r)).state_dict() for r in (True, False))
+    assert with_it.keys() == without.keys()
+    assert all(torch.equal(a, b) for a, b in zip(with_it.values(), without.values(), strict=True))
+
+
+# A z that carries nothing
+
+
+def noise_latent(dim: int = 3):
+    return dataclasses.replace(latent(dim=dim), encoder_layers=0)
+
+
+@pytest.mark.parametrize(("length", "r"), [(4, 4), (6, 2)])
+def test_without_an_encoder_the_posterior_is_the_prior_whatever_it_is_shown(length, r):
+    model = tiny_model(length, r, z=noise_latent())
+    assert list(model.encoder.parameters()) == []
+    x0, mask, _ = inputs(length, r)
+    xt = apply_mask(x0, mask, V)
+    for shown in (x0, other(x0)):
+        posterior, prior = model.encode(shown, mask), model.prior(xt, shown)
+        assert posterior.mean.shape == (2, length // r, 3)
+        assert all(torch.equal(a, b.expand_as(a)) for a, b in zip(posterior, prior, strict=True))
+        assert (posterior.kl(prior) == 0).all()
+
+
+@pytest.mark.parametrize(("length", "r"), [(4, 4), (6, 2)])
+def test_without_an_encoder_the_loss_is_that_of_z_drawn_as_noise(length, r):
+    model = tiny_model(length, r, z=noise_latent())
+    x0 = random_tokens(8, length)
+    masks = draw_masks(x0, r, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(8, length // r, 3, generator=torch.Generator().manual_seed(1))
+    loss = model(x0, masks, noise, kl_weight=7.0)
+    logits = model.denoise(apply_mask(x0, masks.mask, V), x0, noise)
+    nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), x0, reduction="none") * masks.mask
+    torch.testing.assert_close(loss.total, (nll.unflatten(1, (-1, r)).sum(-1) * masks.weight).sum(-1))
+    assert torch.equal(loss.total, loss.reconstruction)
+    assert (loss.kl == 0).all()
+    assert changed(logits.detach(), logits_of(model, apply_mask(x0, masks.mask, V), x0, -noise))  # the decoder does see it
+    loss.total.mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_a_z_of_noise_has_the_parameters_of_a_latent_less_its_encoder_and_tells_nothing():
+    noise, whole = tiny_model(6, 6, z=noise_latent()), tiny_model(6, 6, z=latent())
+    counts, others = noise.parameter_counts(), whole.parameter_counts()
+    assert counts["encoder"] == 0 < others["encoder"]
+    assert counts | {"encoder": others["encoder"]} == others
+    found = diagnose(noise, random_tokens(16, 6), generator=torch.Generator().manual_seed(0))
+    assert (found.kl, found.nll_gap, found.active) == (0, 0, 0)
+    assert abs(found.information) < 1e-6

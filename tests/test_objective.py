@@ -13,8 +13,10 @@ from helpers import (
     random_law,
     random_tokens,
     strong_model,
+    tiny_config,
     tiny_model,
 )
+from vmd.config import InvalidInput, ObjectiveConfig
 from vmd.data import law
 from vmd.data.synthetic import deterministic
 from vmd.latent import Gaussian
@@ -469,3 +471,70 @@ def test_a_model_is_trained_on_score_entropy():
     masks = draw_masks(x0, 4, generator=torch.Generator().manual_seed(0))
     plain, score = (model(x0, masks, None, score_entropy=flag).total for flag in (False, True))
     assert bool((score > plain).all())
+
+
+# Focal weights
+
+
+@pytest.mark.parametrize("focal", [1.0, 2.5])
+@both_forms
+@torch.no_grad()
+def test_with_focal_a_token_of_probability_p_weighs_one_minus_p_to_its_power(focal, whole):
+    model = strong_model(6, 3, 5)
+    x0, masks = step_of(4, whole)
+    by_hand = torch.zeros(4, 2, dtype=torch.float64)
+    for mask, target in single_steps(masks):
+        p = model.denoise(apply_mask(x0, mask, 5), x0).double().softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1)
+        by_hand += (-((1 - p) ** focal) * p.log() * target).view(4, 2, 3).sum(-1)
+    loss = objective(model.denoise, None, x0, masks, 5, focal=focal)
+    torch.testing.assert_close(loss.total.double(), (by_hand * masks.weight).sum(-1), atol=1e-5, rtol=1e-5)
+    assert (loss.total < objective(model.denoise, None, x0, masks, 5).total).all()
+    for a, b in zip(model(x0, masks, None, focal=focal), loss, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_focal_nothing_is_weighed_bit_for_bit():
+    model = strong_model(6, 3, 5)
+    x0, masks = step_of(4, whole=False)
+    assert torch.equal(objective(model.denoise, None, x0, masks, 5, focal=0.0).total, model(x0, masks, None).total)
+
+
+@pytest.mark.parametrize("focal", [1.0, 1.5, 3.0])
+def test_focal_gradients_are_finite_and_those_of_the_formula(focal):
+    """d/dp of -(1 - p)^f log p by hand, for tokens that are sure, likely, unlikely and hopeless."""
+    margins = torch.tensor([1e4, 3.0, 0.0, -3.0, -1e4])  # logit of the truth above the others
+    logits = torch.zeros(1, 5, 4)
+    logits[0, :, 2] = margins
+    logits.requires_grad_()
+    x0, masks = torch.full((1, 5), 2), Masks(*[torch.ones(1, 5, dtype=torch.bool)] * 2, torch.ones(1, 1))
+    objective(lambda xt, clean, z: logits, None, x0, masks, 4, focal=focal).total.sum().backward()
+    assert logits.grad.isfinite().all()
+    probabilities = logits.detach().double().softmax(-1)[0]
+    p = probabilities[:, 2]
+    by_p = -((1 - p) ** focal) / p + focal * (1 - p) ** (focal - 1) * p.log()
+    step = p.unsqueeze(-1) * (torch.eye(4, dtype=torch.float64)[2] - probabilities)  # dp / dlogits
+    torch.testing.assert_close(logits.grad[0, 1:4].double(), (by_p.unsqueeze(-1) * step)[1:4], atol=1e-5, rtol=1e-4)
+    assert logits.grad[0, 0].abs().max() < 1e-6  # nothing to learn where it is sure
+    torch.testing.assert_close(logits.grad[0, 4], torch.tensor([1.0, 1.0, -3.0, 1.0]) / 3)  # of -log p alone, at p = 0
+
+
+def test_tokens_that_are_no_targets_have_no_focal_gradient():
+    logits = torch.zeros(4, 6, 5, requires_grad=True)
+    x0, masks = step_of(4, whole=False)
+    objective(lambda xt, clean, z: logits, None, x0, masks, 5, focal=1.0).total.sum().backward()
+    weighed = masks.target & (masks.weight > 0).repeat_interleave(3, dim=1)
+    assert torch.equal(logits.grad.abs().sum(-1) > 0, weighed)
+
+
+@pytest.mark.parametrize("focal", [0.5, -1.0, 0.999, 101.0, math.nan])
+def test_focal_powers_with_infinite_gradients_are_refused(focal):
+    with pytest.raises(InvalidInput, match="focal"):
+        ObjectiveConfig(focal=focal)
+
+
+@pytest.mark.parametrize("z_config", [latent(), CODES["bilinear"]], ids=["gaussian", "codes"])
+def test_focal_weights_are_for_models_without_a_latent(z_config):
+    chosen = ObjectiveConfig(focal=1.0)
+    chosen.check(tiny_config())
+    with pytest.raises(InvalidInput, match="focal"):
+        chosen.check(tiny_config(z=z_config))

@@ -3,18 +3,22 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from command import refused, settings, succeeds
 from helpers import NO_LATENT, codes, latent, learned_prior
-from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
+from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, override_all
 from vmd.data import Puzzles, SudokuData, load_data
-from vmd.data.sudoku import draw_puzzles, make_puzzles
+from vmd.data.sudoku import Layout, draw_puzzles, layout_of, make_puzzles
 from vmd.evaluation import diagnose_model, evaluate_puzzles
 from vmd.masking import Rows
 from vmd.model import VMD
 from vmd.network import board_places
+from vmd.presets import preset
 from vmd.sampling import Samples
 from vmd.training import draw_batch, split_codes, train
 
@@ -170,3 +174,165 @@ def test_a_model_of_other_data_is_not_asked_for_puzzles(tmp_path):
     succeeds("train", "poker", "--out", run, "--device", "cpu", *SMALL)
     words = ("evaluate", run, "--data", tmp_path / "data/test.sudoku")
     assert "81 tokens" in refused(*words, folder=tmp_path)
+
+
+# Puzzle and solution one after the other, as in the paper
+
+
+BOARDS = {16: draw_puzzles(8, "grid", 0, box=2).solution, 81: draw_puzzles(3, "grid", 0).solution}
+
+
+@st.composite
+def puzzles_with_solutions(draw):
+    """Some cells of grids as clues, from none to all."""
+    solution = torch.from_numpy(BOARDS[draw(st.sampled_from([16, 81]))]).long()
+    draws = torch.rand(solution.shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
+    return solution * (draws < draw(st.sampled_from([0.0, 0.4, 1.1]))), solution
+
+
+@given(puzzles_with_solutions(), st.booleans(), st.sampled_from([torch.uint8, torch.int32, torch.int64]))
+def test_a_layout_is_read_back_and_prompts_with_what_is_given(pair_of, pair, dtype):
+    puzzle, solution = (part.to(dtype) for part in pair_of)
+    layout = Layout(solution.shape[1], pair)
+    tokens, prompt = layout.tokens(puzzle, solution), layout.prompt(puzzle)
+    assert tokens.shape == prompt.shape == (len(puzzle), layout.length)
+    assert tokens.dtype == prompt.dtype == torch.int64
+    assert bool(((tokens >= 0) & (tokens < len(layout.symbols))).all())
+    assert torch.equal(layout.grids(tokens), solution.long())
+    given = prompt >= 0
+    assert torch.equal(prompt, torch.where(given, tokens, -1))
+    if pair:
+        assert torch.equal(given, (torch.arange(layout.length) <= layout.cells).expand_as(given))
+    else:
+        assert torch.equal(given, puzzle > 0)
+
+
+def test_a_pair_is_the_puzzle_a_separator_the_solution_and_an_end():
+    puzzles = draw_puzzles(2, "any", 0)
+    layout = SudokuData(puzzles, pair=True).layout
+    assert (layout.length, len(layout.symbols)) == (164, 12)
+    puzzle, solution = (torch.from_numpy(part).long() for part in (puzzles.puzzle, puzzles.solution))
+    for row, p, s in zip(layout.tokens(puzzle, solution), puzzles.puzzle, puzzles.solution, strict=True):
+        words = [layout.symbols[token] for token in row]
+        assert words == [*map(str, p), "[SEP]", *map(str, s), "[EOS]"]
+
+
+def test_a_layout_is_known_by_its_length():
+    for cells in (16, 81):
+        for pair in (False, True):
+            assert layout_of(Layout(cells, pair).length) == Layout(cells, pair)
+    assert [layout_of(length) for length in (0, 15, 32, 33, 82, 162, 163)] == [None] * 7
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_both_layouts_show_the_same_puzzles(augmented):
+    puzzles = draw_puzzles(50, "any", 0, box=2)
+
+    def batch(pair: bool):
+        data = SudokuData(puzzles, 1, augmented, pair=pair)
+        return data.puzzle_batch(2, 16, generator=torch.Generator().manual_seed(0)), data.layout
+
+    (place, clues), _ = batch(False)
+    (tokens, given), layout = batch(True)
+    assert torch.equal(layout.grids(tokens), place + 1)
+    assert torch.equal(tokens[:, :16], torch.where(clues, place + 1, 0))
+    assert torch.equal(given, (torch.arange(34) < 17).expand(16, -1))
+
+
+def test_of_a_pair_all_of_the_solution_is_to_be_written_and_nothing_else(small):
+    data = SudokuData(small.puzzles, pair=True)
+    model = VMD(ModelConfig(data.vocab_size, 34, 34, layers=1, width=16, heads=2, latent=NO_LATENT))
+    batch = draw_batch(model, data, ObjectiveConfig(), 0, 340, None, torch.Generator().manual_seed(0))
+    assert not bool(batch.masks.mask[:, :17].any())
+    assert bool(batch.masks.mask[:, 17:].any(0).all())  # clues and [EOS] too
+    assert torch.bincount(batch.masks.mask.sum(-1), minlength=18).tolist() == [0] + [20] * 17
+    rows = [draw_batch(model, data, ObjectiveConfig(), 0, 12, None, torch.Generator().manual_seed(0), r) for r in thirds(12)]
+    whole = draw_batch(model, data, ObjectiveConfig(), 0, 12, None, torch.Generator().manual_seed(0))
+    assert torch.equal(torch.cat([part.x0 for part in rows]), whole.x0)
+    assert torch.equal(torch.cat([part.given for part in rows]), whole.given)
+
+
+def thirds(total: int) -> list[Rows]:
+    return [Rows(start, start + total // 3, total) for start in range(0, total, total // 3)]
+
+
+def test_pairs_are_judged_by_the_solution_that_was_written():
+    puzzles = draw_puzzles(20, "any", 1, box=2)
+    data = SudokuData(puzzles, pair=True)
+    puzzle, right = (torch.from_numpy(part).long() for part in (puzzles.puzzle, puzzles.solution))
+
+    class Writes(VMD):
+        def sample(self, *args, prompt, **options):
+            assert torch.equal(prompt, data.layout.prompt(puzzle))
+            return Samples(data.layout.tokens(puzzle, self.grids), None, options["steps"], 0, [])
+
+    model = Writes(ModelConfig(7, 34, 34, layers=1, width=16, heads=2, latent=NO_LATENT))
+
+    def solved(grids) -> float:
+        model.grids = grids
+        return evaluate_puzzles(model, data, [1])[0]["value"]
+
+    assert solved(right) == 100
+    assert solved(right % 4 + 1) == 0  # valid boards, but other clues
+    for nothing in (0, 5, 6):  # a blank, [SEP] or [EOS] for a digit
+        broken = right.clone()
+        broken[:5, 3] = nothing
+        assert solved(broken) == 75
+    assert solved(torch.full_like(right, 5)) == 0
+
+
+PAPERS = ("sudoku-paper", "sudoku-mdm-paper", "sudoku-noise-paper", "sudoku-gpt2")
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_the_paper_s_systems_train_on_pairs_and_keep_what_is_given(name, small):
+    data = SudokuData(small.puzzles, augmented=False, pair=True)
+    encoder = min(1, preset(name).model.latent.encoder_layers)
+    sizes = [
+        "model.heads=2",
+        "model.width=16",
+        "model.layers=1",
+        f"model.latent.encoder_layers={encoder}",
+        "model.prompt=17",
+    ]
+    run = override_all(preset(name), [*sizes, "training.steps=3", "training.batch_size=8", "training.log_every=1"])
+    run = replace(run, model=run.model.resolved(34, 7, data.symbols))
+    model = VMD(run.model)
+    log = train(model, data, run)
+    assert all(np.isfinite(record["total"]) and record["gradient_norm"] > 0 for record in log)
+    assert (sum(record["kl"] for record in log) > 0) is (name == "sudoku-paper")
+    prompt = data.layout.prompt(torch.from_numpy(small.puzzles.puzzle[:5]))
+    drawn = model.sample(prompt=prompt, steps=5, rule="argmax", seeds=range(5)).tokens
+    assert torch.equal(drawn[:, :17], prompt[:, :17])
+    assert evaluate_puzzles(model, data, [2], rows_scored=20)[0]["value"] < 100
+
+
+def test_from_pairs_to_scores(tmp_path):
+    """The layout is kept with the model: `evaluate` lays out any puzzles in the same way; `solve` wants boards."""
+    make_puzzles(8, 4, "any", 0, tmp_path / "data", workers=1)
+    train_file, test_file = tmp_path / "data/train.sudoku", tmp_path / "data/test.sudoku"
+    run = tmp_path / "run"
+    sizes = (*settings("model.heads=2"), *SMALL)
+    succeeds("train", "sudoku-gpt2", "--data", train_file, "--out", run, "--device", "cpu", *sizes)
+    done = succeeds("evaluate", run, "--data", test_file, "--steps", "2")
+    assert "4 puzzles" in done.out
+    assert "whole Sudoku boards" in refused("solve", "." * 81, "--model", run, "--device", "cpu", folder=tmp_path)
+    board = tmp_path / "board"
+    succeeds("train", "sudoku-mdm", "--data", train_file, "--out", board, "--device", "cpu", *SMALL)
+    assert "4 puzzles" in succeeds("evaluate", board, "--data", test_file, "--steps", "2").out
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "says"),
+    [
+        ("sudoku-mdm", "data.layout=pair", "model.board=true with length 164"),
+        ("sudoku-gpt2", "data.layout=triple", "data.layout"),
+        ("sudoku-gpt2", "objective.focal=0.5", "objective.focal=0.5"),
+        ("sudoku-paper", "objective.focal=1", "objective.focal=1.0: expected 0 with a latent"),
+        ("sudoku-paper", "model.shifted=true", "model.shifted=true"),
+    ],
+)
+def test_layouts_and_objectives_that_do_not_fit_are_one_line(tmp_path, name, setting, says):
+    make_puzzles(2, 1, "any", 0, tmp_path / "data", workers=1)
+    words = ("train", name, "--data", tmp_path / "data/train.sudoku", "--out", tmp_path / "run", "--device", "cpu")
+    assert says in refused(*words, "--set", setting, folder=tmp_path)

@@ -806,3 +806,85 @@ def test_without_doubts_revising_changes_nothing():
 def test_random_orders_have_nothing_to_doubt():
     with pytest.raises(InvalidInput, match="revise"):
         tiny_model().sample(2, order="random", revise=True)
+
+
+# Noise on the order
+
+
+@pytest.mark.parametrize("revise", [False, True])
+def test_no_noise_on_the_order_changes_nothing(revise):
+    model = tiny_model(6, 3, z=latent())
+    options = {"steps": 3, "order": "margin", "revise": revise, "trace": True}
+    for chance in (lambda: {"seeds": range(8)}, lambda: {"generator": seeded(3)}):
+        plain, noisy = (model.sample(8, **options, **chance(), **more) for more in ({}, {"order_noise": 0.0}))
+        assert torch.equal(plain.tokens, noisy.tokens)
+        for a, b in zip(plain.trace, noisy.trace, strict=True):
+            assert torch.equal(a.revealed, b.revealed)
+            assert torch.equal(a.confidence.nan_to_num(), b.confidence.nan_to_num())
+
+
+@pytest.mark.parametrize("order", ["prob", "margin", "entropy"])
+@pytest.mark.parametrize("noise", [0.05, 0.5])
+def test_with_gumbel_noise_the_first_position_is_drawn_by_its_confidence(order, noise):
+    """The largest of confidence + noise * Gumbel is position i in proportion to exp(confidence_i / noise)."""
+    options = {"steps": 4, "order": order, "order_noise": noise, "trace": True, "generator": seeded()}
+    first = sample(FixedLogits(LOGITS), gaps(8_000, 4), **options).trace[0].revealed.long().argmax(-1)
+    law_of_first = (confidence(LOGITS.exp(), order) / noise).softmax(-1)
+    assert chi_square_p(torch.bincount(first, minlength=4), law_of_first) > 1e-4
+    assert float(law_of_first.max() - law_of_first.min()) > 0.05  # not uniform
+
+
+def test_very_noisy_orders_are_uniform():
+    options = {"steps": 4, "order": "prob", "order_noise": 1e6, "trace": True, "generator": seeded()}
+    trace = sample(FixedLogits(LOGITS), gaps(8_000, 4), **options).trace
+    order = torch.stack([step.revealed.long().argmax(-1) for step in trace])
+    numbers = (order * torch.tensor([[64], [16], [4], [1]])).sum(0)
+    counts = torch.bincount(numbers).index_select(0, numbers.unique())
+    assert len(counts) == 24
+    assert chi_square_p(counts, torch.full((24,), 1 / 24)) > 1e-4
+
+
+@settings(max_examples=60)
+@given(
+    prompts(),
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from(["prob", "margin", "entropy"]),
+    st.sampled_from(RULES),
+    st.sampled_from([0.1, 3.0, 1e12]),
+    st.booleans(),
+)
+def test_noisy_orders_leave_given_tokens_alone_and_no_gap_open(prompt, key, order, rule, noise, revise):
+    model = MODELS[key]
+    options = {"steps": model.config.block_size, "order": order, "rule": rule, "revise": revise, "trace": True}
+    samples = model.sample(prompt=prompt, order_noise=noise, generator=seeded(), **options)
+    assert ((samples.tokens >= 0) & (samples.tokens < 5)).all()
+    for canvas in (samples.tokens, *(step.canvas for step in samples.trace)):
+        assert torch.equal(canvas[prompt >= 0], prompt[prompt >= 0])
+
+
+def test_noise_on_the_order_has_nothing_to_say_in_one_step():
+    model = tiny_model(6, 6, z=latent())
+    plain, noisy = (model.sample(8, steps=1, rule="sample", order_noise=n, seeds=range(8)).tokens for n in (0.0, 5.0))
+    assert torch.equal(plain, noisy)
+
+
+def test_with_seeds_a_row_in_a_noisy_order_is_the_same_in_any_batch():
+    model = strong_model(6, 3, 5, latent())
+    prompt = gaps(8, 6)
+    prompt[1, 2:4] = prompt[2, :2] = prompt[4] = 1
+    seeds = [100 + i for i in range(8)]
+    options = {"steps": 3, "order": "prob", "rule": "argmax", "order_noise": 0.5}
+    whole = model.sample(prompt=prompt, seeds=seeds, **options).tokens
+    for size in (1, 3):
+        assert torch.equal(model.sample(prompt=prompt, seeds=seeds, batch_size=size, **options).tokens, whole)
+    greedy = model.sample(prompt=prompt, seeds=seeds, **(options | {"order_noise": 0.0})).tokens
+    assert not torch.equal(greedy, whole)  # the noise is there
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"order": "random", "order_noise": 0.5}, {"order_noise": -0.1}, {"order_noise": math.inf}, {"order_noise": math.nan}],
+)
+def test_noise_without_an_order_or_a_size_is_refused(wrong):
+    with pytest.raises(InvalidInput, match="order_noise"):
+        tiny_model().sample(2, **wrong)

@@ -1012,3 +1012,43 @@ def test_the_command_makes_files_that_load(tmp_path):
 )
 def test_bad_requests_for_puzzles_are_one_line(words, named, tmp_path):
     assert named in refused("data", *words, "--out", tmp_path / "out", folder=tmp_path)
+
+
+# Grids without clues
+
+
+def test_whole_grids_are_made_once_each_and_split_by_symmetry(tmp_path):
+    summary = make_puzzles(20, 5, "grid", 4, tmp_path, 1)
+    train, test = (load_puzzles(tmp_path / f"{side}.sudoku") for side in ("train", "test"))
+    assert (len(train), len(test)) == (20, 5)
+    assert train.kind == test.kind == "grid"
+    assert summary["logic_share"] is None
+    for puzzles, tested in ((train, False), (test, True)):
+        assert not puzzles.puzzle.any()
+        assert bool(valid(torch.from_numpy(puzzles.solution.astype(np.int64))).all())
+        assert all((engine.invariant(grid) % sudoku.TEST_SHARE == 0) is tested for grid in puzzles.solution)
+    assert len({text(grid) for grid in (*train.solution, *test.solution)}) == 25
+    make_puzzles(20, 5, "grid", 4, tmp_path / "again", 1)
+    assert (tmp_path / "again/train.sudoku").read_bytes() == (tmp_path / "train.sudoku").read_bytes()
+
+
+def test_a_grid_that_comes_twice_is_kept_once(tmp_path, minimal, monkeypatch):
+    """All puzzles are equal, blank ones: it is the grids that must differ."""
+
+    def repeat(unit: sudoku.Unit) -> sudoku.Drawn:
+        assert unit.number < 5
+        start = 6 if unit.test else 2 * max(unit.number - 1, 0)
+        solution = minimal.solution[start : start + unit.size]
+        return sudoku.Drawn(np.zeros_like(solution), solution, unit.size, 0)
+
+    monkeypatch.setattr(sudoku, "draw_unit", repeat)
+    monkeypatch.setattr(sudoku, "UNIT", 2)
+    make_puzzles(4, 2, "grid", 0, tmp_path, 1)
+    train, test = (load_puzzles(tmp_path / f"{side}.sudoku").solution for side in ("train", "test"))
+    assert [text(row) for row in (*train, *test)] == [text(row) for row in minimal.solution[[0, 1, 2, 3, 6, 7]]]
+
+
+def test_small_grids_without_clues_are_all_drawn(small_grids):
+    drawn = draw_puzzles(4_000, "grid", 0, box=2)
+    assert not drawn.puzzle.any()
+    assert {text(grid) for grid in drawn.solution} == {text(grid) for grid in small_grids}

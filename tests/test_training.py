@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import os
+import time
 
 import pytest
 import torch
@@ -624,3 +625,99 @@ def test_members_of_an_ensemble_have_the_losses_and_gradients_they_have_alone(r,
         for key, parameter in model.named_parameters():
             torch.testing.assert_close(stacked[key].grad[index], parameter.grad, atol=1e-5, rtol=1e-4)
     assert float(together.total.detach().std()) > 1e-4  # members differ
+
+
+# Looking at the model while it is trained
+
+
+def copied(model: VMD) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_a_look_sees_the_weights_that_a_run_of_so_many_steps_would_keep(ema):
+    """The averaged ones, bit for bit, where there is an average."""
+    config = run_config("training.schedule=constant", ema=ema)
+    model, seen = model_for(config), {}
+    train(model, data(), config, on_look=lambda step: seen.update({step: copied(model)}), look_every=4)
+    assert list(seen) == [4, 8, 10]
+    for step, weights in seen.items():
+        kept = trained(override_all(config, [f"training.steps={step}"]))
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in kept.state_dict().items())
+
+
+@pytest.mark.parametrize("z_config", [latent(), codes()], ids=["gaussian", "codes"])
+def test_looking_changes_nothing_of_the_run(tmp_path, z_config):
+    config = dataclasses.replace(run_config("training.split_codes_every=3"), model=tiny_config(4, 2, z=z_config))
+    plain, looked_at = model_for(config), model_for(config)
+
+    def look(step: int) -> None:
+        torch.rand(3)  # from the global generator
+        looked_at.sample(3, steps=2)
+
+    logs = [train(plain, data(), config, out=tmp_path / "plain")]
+    logs += [train(looked_at, data(), config, out=tmp_path / "looked", on_look=look, look_every=1)]
+    assert equal_weights(plain, looked_at)
+    timeless = [[{k: v for k, v in record.items() if "second" not in k} for record in log] for log in logs]
+    assert timeless[0] == timeless[1]
+    for name in ("checkpoints/step-000000009.safetensors", "checkpoints/step-000000010.safetensors", "model.safetensors"):
+        expected, found = (load_file(tmp_path / which / name) for which in ("plain", "looked"))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [10]), (3, [3, 6, 9, 10]), (5, [5, 10]), (99, [10])])
+def test_looks_come_every_so_many_steps_and_at_the_end(every, expected):
+    config, seen = run_config(), []
+    train(model_for(config), data(), config, on_look=seen.append, look_every=every)
+    assert seen == expected
+
+
+def test_a_resumed_run_looks_at_what_is_left(out):
+    config, seen = run_config(), []
+    with pytest.raises(Interrupted):
+        train(model_for(config), data(), config, out=out, on_step=interrupt_at(7), on_look=seen.append, look_every=2)
+    assert seen == [2, 4, 6]
+    train(model_for(config), data(), config, out=out, resume=True, on_look=seen.append, look_every=2)
+    assert seen == [2, 4, 6, 8, 10]
+
+
+def test_a_look_that_fails_leaves_the_model_its_own_weights():
+    config = run_config()
+    looked_at, stopped = model_for(config), model_for(config)
+    with pytest.raises(ZeroDivisionError):
+        train(looked_at, data(), config, on_look=lambda step: 1 / 0, look_every=4)
+    with pytest.raises(Interrupted):
+        train(stopped, data(), config, on_step=interrupt_at(4))
+    assert equal_weights(looked_at, stopped)
+
+
+def test_looking_is_not_training_time():
+    config, started = run_config(), time.perf_counter()
+    log = train(model_for(config), data(), config, on_look=lambda step: time.sleep(0.1), look_every=2)
+    assert log[-1]["seconds"] < time.perf_counter() - started - 0.5
+    assert all(a["seconds"] <= b["seconds"] for a, b in itertools.pairwise(log))
+
+
+# The settings of Ye et al.
+
+
+def test_linear_masks_and_focal_weights_train_what_mean_loss_says():
+    config = run_config("objective.masking=linear", "objective.focal=1", "training.steps=3", ema=0)
+    config = dataclasses.replace(config, model=tiny_config(4, 4, rotary=False, shifted=True))
+    log = train(model_for(config), data(), config)
+    generator = torch.Generator().manual_seed(step_seed(0, 0))
+    first = draw_batch(model_for(config), data(), config.objective, 0, 8, None, generator)
+    expected = mean_loss(model_for(config), first, torch.tensor(1.0), 0.0, focal=1.0)
+    assert math.isclose(log[0]["total"], float(expected.total.detach()), rel_tol=1e-5)
+    assert float(mean_loss(model_for(config), first, torch.tensor(1.0), 0.0).total.detach()) > log[0]["total"] + 0.01
+
+
+def test_members_of_an_ensemble_have_the_focal_losses_they_have_alone():
+    config = dataclasses.replace(run_config("objective.focal=1"), model=tiny_config(4, 4))
+    models = [model_for(config, seed) for seed in range(2)]
+    batch = draw_batch(Ensemble(models), StackedData(2), config.objective, 0, 6, None, torch.Generator().manual_seed(0))
+    together = mean_loss(Ensemble(models), batch, torch.ones(2), 0.0, 1.0).total
+    for index, model in enumerate(models):
+        own = Batch(batch.x0[index], type(batch.masks)(*(part[index] for part in batch.masks)), None)
+        torch.testing.assert_close(together[index], mean_loss(model, own, torch.tensor(1.0), 0.0, 1.0).total)

@@ -10,7 +10,7 @@ from typing import Any
 from vmd.config import InvalidInput
 from vmd.files import write_atomically
 from vmd.report import read_results
-from vmd.tables import best_bits, data_name, find, sorted_places
+from vmd.tables import best_bits, data_name, find, plain_rows, sorted_places
 
 INK, GRID = "#222222", "#dddddd"
 SHADES = ("#1f5fa8", "#e8a33d", "#7a4fa3", "#c0504d", "#5b8c5a")
@@ -246,7 +246,8 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
     systems = results["systems"]
     curves = {name: about["curve"] for name, about in systems.items() if about["curve"]}
     if curves:
-        made.append(draw_accuracy_curves(curves, folder / "curves.png"))
+        counts = [r["setting"]["steps"] for r in plain_rows(results) if r["setting"]["order"] == "prob"]
+        made.append(draw_accuracy_curves(curves, max(c for c in counts if c <= 20), folder / "curves.png"))
     filling = next((about["filling"] for about in systems.values() if about.get("filling")), None)
     if filling:
         made.append(draw_filling(filling, folder / "filling.png"))
@@ -288,7 +289,7 @@ def draw_text(results: dict, path: Path) -> Path:
     return save(figure, path)
 
 
-def draw_accuracy_curves(curves: dict[str, list[dict]], path: Path) -> Path:
+def draw_accuracy_curves(curves: dict[str, list[dict]], nfe: int, path: Path) -> Path:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
     for number, (name, points) in enumerate(curves.items()):
@@ -298,7 +299,7 @@ def draw_accuracy_curves(curves: dict[str, list[dict]], path: Path) -> Path:
     axis.set_xlabel("training steps")
     axis.set_ylabel("puzzles solved, %")
     axis.set_ylim(-2, 102)
-    axis.set_title("order prob, NFE 20, argmax", fontsize=10)
+    axis.set_title(f"order prob, NFE {nfe}, argmax", fontsize=10)
     axis.grid(color=GRID)
     axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return save(figure, path)

@@ -28,13 +28,14 @@ def forward_flops(config: ModelConfig) -> float:
 
     total = network(c.layers) + 2 * length * d * c.vocab_size
     if z.kind == "gaussian":
-        if z.encoder_stream == "doubled":
-            total += two_streams(z.encoder_layers, own + before + own)
-        elif z.encoder_sees_mask:
-            total += network(z.encoder_layers)
-        else:
-            total += one_stream(z.encoder_layers, block_causal)
-        total += blocks * 2 * d * 2 * z.dim  # its head
+        if z.encoder_layers:
+            if z.encoder_stream == "doubled":
+                total += two_streams(z.encoder_layers, own + before + own)
+            elif z.encoder_sees_mask:
+                total += network(z.encoder_layers)
+            else:
+                total += one_stream(z.encoder_layers, block_causal)
+            total += blocks * 2 * d * 2 * z.dim  # its head
         streams = 2 if blocks > 1 and z.on_clean else 1
         modulations = 1 if z.shared_modulation else c.layers
         total += streams * blocks * 2 * (modulations * 6 * d * d) + blocks * 2 * (z.dim * d + d * d + 2 * d * d)

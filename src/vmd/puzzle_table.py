@@ -338,10 +338,12 @@ def reproduce_sudoku(
     chosen = [system for system in SYSTEMS if not only or system.name in only]
     if quick:  # small boards are all solved by logic
         chosen = [system for system in chosen if system.trained_on != "any"]
-    runs = {system.name: planned(system, budget, quick, overrides or [], device) for system in SYSTEMS}
-    make_folder(out)
+        require(bool(chosen), f"--only {', '.join(only)}: expected without --quick: logic solves all small boards")
+    runs = {system.name: planned(system, budget, quick, overrides or [], device) for system in chosen}
     partial = out / "partial.json"
-    done: dict[str, dict] = read_json(partial) if resume and partial.exists() else {}
+    require(resume or not partial.exists(), f"{out} holds a run: go on with --resume, or give another --out")
+    make_folder(out)
+    done: dict[str, dict] = read_json(partial) if partial.exists() else {}
     require(isinstance(done, dict), f"{partial}: expected the record of a stopped run")
     kinds = {system.trained_on for system in chosen} | {"logic", "any", "hard"}
     sets = puzzle_sets(data, budget, kinds, quick, on_note)
@@ -351,7 +353,7 @@ def reproduce_sudoku(
             continue
         done[system.name] = run_system(system, run, sets, budget, out, device, resume) | {"signature": signature(run)}
         write_atomically(partial, json.dumps(done))
-    results = collect(done, runs, command, device)
+    results = collect(done, command, device)
     write_atomically(out / "results.json", json.dumps(results, indent=1))
     write_atomically(out / "table.md", render(results))
     return results
@@ -378,7 +380,7 @@ def run_system(system: System, run: RunConfig, sets: dict, budget: Budget, out: 
         curve.append({"step": step, "solved": found["value"], "stderr": found["stderr"]})
         write_atomically(looks, "".join(json.dumps(point) + "\n" for point in curve))
 
-    again = resume and bool(checkpoint_files(folder))
+    again = resume and (bool(checkpoint_files(folder)) or (folder / "run.json").exists())
     if again and looks.exists():
         curve += [json.loads(line) for line in looks.read_text().splitlines()]
     make_folder(folder)
@@ -431,18 +433,19 @@ def training_seconds(log: list[dict]) -> float:
     return total + before
 
 
-def collect(done: dict[str, dict], runs: dict[str, RunConfig], command: str, device: str) -> dict:
-    parts = {name: done[name] for name in runs if name in done}
+def collect(done: dict[str, dict], command: str, device: str) -> dict:
+    parts = {system.name: done[system.name] for system in SYSTEMS if system.name in done}
+    configurations = {name: json.loads(part["signature"]) for name, part in parts.items()}  # as they ran
     about = ("training_seconds", "measuring_seconds", "parameters", "rows_seen", "trained_on", "curve", "filling")
     return {
         "name": "sudoku",
         "preset": "ours",
         "command": command,
-        "seeds": [0],
+        "seeds": sorted({run["training"]["seed"] for run in configurations.values()}),
         "hardware": hardware(device),
         "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
-        "configurations": {name: to_dict(runs[name]) for name in parts},
+        "configurations": configurations,
         "systems": {name: {key: part[key] for key in about} for name, part in parts.items()},
         "rows": [r | printed(r) for part in parts.values() for r in part["rows"]],
     }

@@ -249,15 +249,14 @@ def sudoku_table(results: dict) -> Table:
     for name, about in results["systems"].items():
         if about["trained_on"] not in ("logic", "any"):
             continue
-        cells = [percent(find(rows, system=name, data="logic", order=o, steps=s)) for o, s in places]
+        found = [find(rows, system=name, data="logic", order=o, steps=s) for o, s in places]
         counts = about["parameters"]
         decoder = counts["backbone"] + counts["pathway"]
         size = f"{decoder / 1e6:.1f} M" + (f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else "")
         seen, minutes = f"{about['rows_seen'] / 1e6:.1f} M", f"{about['training_seconds'] / 60:.1f}"
-        lines.append([name, size, seen, minutes, *cells])
-        shown = {(r["setting"]["order"], r["setting"]["steps"]): r.get("paper") for r in rows if r["system"] == name}
-        if any(shown.values()):
-            figures = ["" if shown.get(place) is None else f"{shown[place]:.1f}" for place in places]
+        lines.append([name, size, seen, minutes, *map(percent, found)])
+        figures = ["" if r is None or r.get("paper") is None else f"{r['paper']:.1f}" for r in found]
+        if any(figures):
             lines.append(["  as the paper prints it", "", "", "", *figures])
     return ["system", "parameters", "puzzles seen", "minutes", *(f"{o}, NFE {s}" for o, s in places)], lines
 

@@ -476,10 +476,11 @@ class Layout(NamedTuple):
 
     def prompt(self, puzzle: Tensor) -> Tensor:
         """(B, cells) digits, 0 for blanks -> (B, length) tokens, -1 where the model is to write."""
+        puzzle = puzzle.long()
         if not self.pair:
-            return puzzle.long() - 1
-        separator = torch.full_like(puzzle[:, :1], self.side + 1, dtype=torch.long)
-        return torch.cat([puzzle.long(), separator, puzzle.new_full((len(puzzle), self.cells + 1), -1).long()], dim=1)
+            return puzzle - 1
+        separator = torch.full_like(puzzle[:, :1], self.side + 1)
+        return torch.cat([puzzle, separator, puzzle.new_full((len(puzzle), self.cells + 1), -1)], dim=1)
 
     def tokens(self, puzzle: Tensor, solution: Tensor) -> Tensor:
         """(B, cells) digits both -> (B, length)."""
