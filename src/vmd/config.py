@@ -77,6 +77,10 @@ class LatentConfig:
             "model.latent.on_clean=true: expected false with a latent of codes, which are summed block by block",
         )
         require(
+            not (self.kind == "gaussian" and self.prior == "learned" and not self.encoder_layers),
+            "model.latent.encoder_layers=0: expected at least 1 with a learned prior: without an encoder z is N(0, I)",
+        )
+        require(
             self.kind != "chain" or not self.code_layers,
             f"model.latent.code_layers={self.code_layers}: expected 0 with a chain, whose codes differ from token to token",
         )

@@ -19,7 +19,17 @@ from vmd import __version__
 from vmd.checkpoints import checkpoint_files
 from vmd.config import RunConfig, override_all, require, require_choice, to_dict
 from vmd.data import sudoku_engine as engine
-from vmd.data.sudoku import SOLUTIONS, Puzzles, SudokuData, draw_puzzles, keeps_clues, load_puzzles, make_puzzles, valid
+from vmd.data.sudoku import (
+    SOLUTIONS,
+    Puzzles,
+    SudokuData,
+    draw_puzzles,
+    keeps_clues,
+    layout_of,
+    load_puzzles,
+    make_puzzles,
+    valid,
+)
 from vmd.evaluation import rows_per_pass
 from vmd.files import hardware, make_folder, read_json, write_atomically
 from vmd.model import VMD
@@ -168,7 +178,8 @@ def planned(system: System, budget: Budget, quick: bool, overrides: list[str], d
 
 def accuracy_rows(model: VMD, puzzles: Puzzles, data: str, cases: list[dict], n: int, *, name: str = "solved") -> list[dict]:
     """The share of puzzles that are solved, for each way of decoding, with its binomial standard error."""
-    layout = SudokuData(puzzles, pair=model.config.length != puzzles.puzzle.shape[1]).layout
+    layout = layout_of(model.config.length)
+    assert layout is not None, "a model of puzzles"
     puzzle = torch.from_numpy(puzzles.puzzle[:n].astype("int64"))
     rows = []
     for case in cases:
@@ -447,7 +458,12 @@ def collect(done: dict[str, dict], command: str, device: str) -> dict:
         "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
         "configurations": configurations,
         "systems": {name: {key: part[key] for key in about} for name, part in parts.items()},
-        "rows": [r | printed(r) for part in parts.values() for r in part["rows"]],
+        "rows": [
+            r
+            | (printed(r) if configurations[name]["model"]["length"] in (81, 164) else {"paper": None})  # not of 4x4 boards
+            for name, part in parts.items()
+            for r in part["rows"]
+        ],
     }
 
 

@@ -61,6 +61,7 @@ def section(folder: Path, name: str, readme: Path) -> str:
         "bits.png",
         "filling.png",
         "curves.png",
+        "several.png",
         "few-steps.png",
     ]
     shown = [p for p in pictures if (folder / name / p).exists()]
