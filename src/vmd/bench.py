@@ -71,7 +71,7 @@ def timed(call: Callable[[], object], device: str, *, repeats: int, warmup: int 
 
 
 def as_fast_as_it_gets(run: RunConfig, device: str, chosen: set[str]) -> RunConfig:
-    """What `vmd train --fast` would choose for a long run, but for fields that were chosen, as in training.compile."""
+    """What `vmd train` would choose for a long run, but for fields that were chosen, as in training.compile."""
     fast = fast_settings(run, device) | ({"compile": True} if device == "cuda" else {})
     wanted = {name: value for name, value in fast.items() if f"training.{name}" not in chosen}
     return replace(run, training=replace(run.training, **wanted))
