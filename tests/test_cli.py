@@ -12,7 +12,7 @@ import typer
 from safetensors.torch import load_file, save_file
 
 from command import TINY, refused, save_rows, settings, succeeds, vmd
-from vmd import cli
+from vmd import cli, terminal
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict
 from vmd.data.text import CharTokenizer
 
@@ -93,7 +93,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize(
-    "module", ["vmd", "vmd.config", "vmd.presets", "vmd.tables", "vmd.figures", "vmd.report", "vmd.cli"]
+    "module", ["vmd", "vmd.config", "vmd.presets", "vmd.tables", "vmd.figures", "vmd.report", "vmd.terminal", "vmd.cli"]
 )
 def test_modules_that_say_so_import_no_torch(module):
     done = python("-c", f"import sys, {module}; sys.exit('torch' in sys.modules)")
@@ -771,10 +771,10 @@ def test_a_wrong_setting_destroys_no_run(trained, run, here):
 
 
 def test_prompts_are_read_as_ids_or_names():
-    assert cli.parse_prompt("3 _ _ 4", 4, 5, ()) == [3, -1, -1, 4]
-    assert cli.parse_prompt("b,_", 2, 2, ("a", "b")) == [1, -1]
+    assert terminal.parse_prompt("3 _ _ 4", 4, 5, ()) == [3, -1, -1, 4]
+    assert terminal.parse_prompt("b,_", 2, 2, ("a", "b")) == [1, -1]
     with pytest.raises(InvalidInput, match="expected 0 to 4"):
-        cli.parse_prompt("5 _", 2, 5, ())
+        terminal.parse_prompt("5 _", 2, 5, ())
 
 
 def test_tokens_are_shown_as_ids_or_names():

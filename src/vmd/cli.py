@@ -1,6 +1,5 @@
 """The `vmd` command. Nothing here imports torch until a command needs it."""
 
-import itertools
 import json
 import math
 import os
@@ -15,6 +14,27 @@ from typing import Annotated, Any
 import typer
 
 from vmd.config import InvalidInput, RunConfig, flatten, override_all, require, require_choice, to_dict
+from vmd.terminal import (
+    TOKENIZER_FILE,
+    Watch,
+    check_array_path,
+    complain,
+    data_to_score,
+    describe,
+    first_process,
+    lost_others,
+    model_tokenizer,
+    parse_counts,
+    parse_seeds,
+    pick_device,
+    prompt_row,
+    say,
+    several_processes,
+    show,
+    trained_fixed,
+    usual_z,
+    write_array,
+)
 
 app = typer.Typer(
     help="Variational masked diffusion: generate many discrete tokens at once and make them agree.",
@@ -160,9 +180,6 @@ def train(
     require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
     chosen = {setting.partition("=")[0].strip() for setting in settings or []}
     train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
-
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 def open_data(run: RunConfig, split: str) -> Any:
@@ -494,80 +511,6 @@ def evaluate(
         say(f"picture: {plot}")
 
 
-def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any:
-    """A law, an array, or text in the model's own tokens: all of it, or a split of what the model was trained on."""
-    from vmd.data import ArrayData, is_text, load_data
-    from vmd.data.text import SPLITS, text_rows
-
-    tokenizer = model_tokenizer(folder)
-    if tokenizer is None or not is_text(name):
-        require(split is None, f"--split {split}: expected with a text and a model of text")
-        about = saved_data(folder)
-        puzzles = bool(about.get("puzzles")) and Path(name).is_file()
-        layout = about.get("layout", "board")
-        return load_data(name, length=model.config.length, puzzles=puzzles, augment=False, layout=layout)
-    trained = saved_data(folder)
-    split = split or ("test" if trained.get("name") == name else "all")
-    require_choice("--split", split, ("all", *SPLITS))
-    if split == "all":
-        return ArrayData(text_rows(name, tokenizer, model.config.length), name)
-    found: Any = load_data(
-        name,
-        length=model.config.length,
-        split=split,
-        tokenizer=str(trained.get("tokenizer") or ""),
-        documents=bool(trained.get("documents")),
-    )
-    same_ids = found.tokenizer.to_dict() == tokenizer.to_dict()
-    require(same_ids, f"{name}: prepared with another tokenizer than the model's: expected --split all")
-    return found
-
-
-def model_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model of text, None for others."""
-    from vmd.data.text import tokenizer_from_dict
-    from vmd.files import read_json
-
-    path = folder / TOKENIZER_FILE
-    return tokenizer_from_dict(read_json(path), str(path)) if path.is_file() else None
-
-
-def parse_counts(option: str, text: str) -> list[int]:
-    counts = []
-    for part in text.split(","):
-        require(part.strip().isdecimal() and int(part) >= 1, f"{option} {text!r}: expected counts such as 1,2,4")
-        counts.append(int(part))
-    return list(dict.fromkeys(counts))
-
-
-def trained_fixed(folder: Path) -> str:
-    """The positions that were always given when the model was trained, if its run says so."""
-    found = saved_data(folder).get("fixed")
-    return found if isinstance(found, str) else ""
-
-
-def usual_z(folder: Path, config: Any) -> str:
-    """How z is best drawn over several steps: codes that were trained on half-filled blocks are drawn afresh for each."""
-    about = saved(folder, "objective")
-    one_step = about.get("masking") == "steps" and about.get("steps") in ([1], None)
-    whole = about.get("masking") == "steps" and about.get("z") == "once"
-    return "fresh" if config.latent.coded and not one_step and not whole else "once"
-
-
-def saved_data(folder: Path) -> dict:
-    return saved(folder, "data")
-
-
-def saved(folder: Path, section: str) -> dict:
-    """A section of the run that made a model, if it is there."""
-    from vmd.files import read_json
-
-    path = folder / "run.json"
-    run = read_json(path) if path.is_file() else {}
-    found = run.get(section) if isinstance(run, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
 @app.command()
 def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's fields.")] = None) -> None:
     """List the presets, or show one as `--set` would name its fields."""
@@ -778,158 +721,6 @@ def report(
         write_atomically(path.with_name("table.md"), render(read_results(path)))
         draw_figures(path.parent)
     say(f"{readme}: {'updated' if update_readme(readme, results) else 'unchanged'}")
-
-
-def say(text: str) -> None:
-    """To whoever sits at the terminal; of several processes the first speaks."""
-    if first_process():
-        print(text, file=sys.stderr)
-
-
-def pick_device(name: str) -> str:
-    require_choice("--device", name, ("auto", "cpu", "cuda"))
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    require(name != "cuda" or torch.cuda.is_available(), "--device cuda: no GPU found: expected cpu or auto")
-    if several_processes():
-        from vmd.distributed import join
-
-        join(name)
-    return name
-
-
-def several_processes() -> bool:
-    """Whether torchrun started this one."""
-    size = os.environ.get("WORLD_SIZE", "")
-    return size.isdecimal() and int(size) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
-
-
-def first_process() -> bool:
-    return not several_processes() or os.environ["RANK"] == "0"
-
-
-def parse_seeds(text: str) -> tuple[int, ...]:
-    """ "5" is seeds 0 to 4; "100,101" and "100," are those."""
-    parts = [part for part in text.split(",") if part]
-    good = parts and all(part.isdecimal() and int(part) < 2**31 for part in parts)
-    require(bool(good), f"--seeds {text}: expected a number of seeds, or seeds such as 100,101")
-    numbers = tuple(int(part) for part in parts)
-    require(len(set(numbers)) == len(numbers), f"--seeds {text}: expected different seeds")
-    if "," in text:
-        return numbers
-    require(1 <= numbers[0] <= 1_000, f"--seeds {text}: expected 1 to 1000")
-    return tuple(range(numbers[0]))
-
-
-def describe(counts: dict[str, int]) -> str:
-    parts = [f"{name} {count:,}" for name, count in counts.items() if count]
-    return f"parameters: {', '.join(parts)}, total {sum(counts.values()):,}"
-
-
-def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ...]) -> list[int]:
-    """ "3 _ _ 6" or "full _": ids or names, with _ for a gap."""
-    words = text.replace(",", " ").split()
-    require(len(words) == length, f"--prompt {text!r} has {len(words)} tokens: expected {length}, with _ for each gap")
-    row = []
-    for word in words:
-        if word == "_":
-            row.append(-1)
-        elif word in symbols:
-            row.append(symbols.index(word))
-        elif word.isdecimal() and not symbols:
-            require(int(word) < vocab_size, f"--prompt: token id {word}: expected 0 to {vocab_size - 1}")
-            row.append(int(word))
-        else:
-            known = f"one of {', '.join(symbols)}" if symbols else f"0 to {vocab_size - 1}"
-            raise InvalidInput(f"--prompt: token {word!r}: expected {known}, or _ for a gap")
-    return row
-
-
-def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any) -> list[int]:
-    """Token ids with -1 for what the model is to write."""
-    require(prompt is None or infill is None, "--prompt and --infill: expected one of the two")
-    require(infill is None or tokenizer is not None, "--infill: expected a model of text; others take --prompt")
-    length, row = config.length, []
-    if tokenizer is None:
-        return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
-    if prompt is not None:
-        row = tokenizer.encode(prompt).tolist()
-    for number, part in enumerate(infill.split("_") if infill is not None else []):
-        row += [-1] * (number > 0) + tokenizer.encode(part).tolist()
-    option = "--prompt" if infill is None else "--infill"
-    require(len(row) <= length, f"{option}: {len(row)} tokens: expected at most {length}, the model's length")
-    return row + [-1] * (length - len(row))
-
-
-def show(tokens: list[int], config: Any, tokenizer: Any = None) -> str:
-    """Names or text, with _ for what is not written yet."""
-    if tokenizer is not None:
-        pieces = itertools.groupby(tokens, lambda t: t == config.vocab_size)
-        return "".join("_" * len(list(ids)) if masked else tokenizer.decode(list(ids)) for masked, ids in pieces)
-    return " ".join("_" if t == config.vocab_size else config.symbols[t] if config.symbols else str(t) for t in tokens)
-
-
-class Watch:
-    """Shows the first sample on the terminal while it is written: new tokens in colour, the next ones as gaps."""
-
-    def __init__(self, config: Any, tokenizer: Any):
-        from rich.console import Console
-        from rich.live import Live
-
-        self.config, self.tokenizer = config, tokenizer
-        self.console = Console(stderr=True)
-        self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
-        if self.live is not None:
-            self.live.start()
-
-    def __call__(self, step: Any) -> None:
-        from rich.text import Text
-
-        tokens, new = step.canvas[0].tolist(), step.revealed[0].tolist()
-        shown = (step.block + 1) * self.config.block_size  # blocks after this one are not begun
-        line = Text()
-        words = " " if self.tokenizer is None else ""
-        for token, fresh in zip(tokens[:shown], new[:shown], strict=True):
-            line.append(show([token], self.config, self.tokenizer) + words, style="bold green" if fresh else "")
-        if self.live is None:
-            self.console.print(line, highlight=False, soft_wrap=True)
-            return
-        self.live.update(line, refresh=True)
-        time.sleep(0.03)  # for the eye
-
-    def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-
-def check_array_path(path: Path) -> None:
-    require(path.suffix == ".npy", f"--out {path}: expected a path ending in .npy")
-    require(path.parent.is_dir(), f"--out {path}: no such folder {path.parent}")
-
-
-def write_array(path: Path, tokens: Any) -> None:
-    import io
-
-    import numpy as np
-
-    from vmd.files import write_atomically
-
-    buffer = io.BytesIO()
-    np.save(buffer, tokens.cpu().numpy())
-    write_atomically(path, buffer.getvalue())
-
-
-def lost_others(error: Exception) -> bool:
-    """Another process has gone, and the line of communication with it."""
-    closed = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
-    return closed or type(error).__module__.startswith("torch.distributed")
-
-
-def complain(text: str) -> None:
-    """One process may fail where the others do not, so each says it; the first without its number."""
-    print(f"vmd: {text}" if first_process() else f"vmd: process {os.environ.get('RANK')}: {text}", file=sys.stderr)
 
 
 def main() -> None:
