@@ -35,13 +35,13 @@ from vmd.puzzle_table import (
     puzzle_sets,
     several_rows,
     split_small,
-    training_seconds,
     try_rows,
     ways_to_draw,
 )
 from vmd.report import section
 from vmd.sampling import ORDERS, Samples
 from vmd.solving import solve_puzzles
+from vmd.systems import training_seconds
 from vmd.tables import render, sudoku_table, sudoku_tables
 
 BOARD = Layout(16, False)

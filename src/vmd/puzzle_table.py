@@ -5,7 +5,6 @@ Every system is trained in a folder of its own and goes on from its checkpoints;
 
 import json
 import math
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vmd import __version__
-from vmd.checkpoints import checkpoint_files
-from vmd.config import RunConfig, override_all, require, require_choice, to_dict
+from vmd.config import RunConfig, override_all, require
 from vmd.data import sudoku_engine as engine
 from vmd.data.sudoku import (
     SOLUTIONS,
@@ -31,13 +28,13 @@ from vmd.data.sudoku import (
     valid,
 )
 from vmd.evaluation import rows_per_pass
-from vmd.files import hardware, make_folder, read_json, write_atomically
+from vmd.files import make_folder, write_atomically
 from vmd.model import VMD
 from vmd.presets import preset
 from vmd.progress import progress_bar
 from vmd.sampling import ORDERS
 from vmd.solving import Frame, solve_puzzles
-from vmd.tables import render
+from vmd.systems import chosen_names, collect, goes_on, read_done, run_systems, training_seconds, write_results
 from vmd.training import check_precision, fast_settings, precision, train
 
 NO_Z, GAUSSIAN, LEARNED, CODES = "no z", "Gaussian", "Gaussian, learned prior", "codes"
@@ -344,34 +341,24 @@ def reproduce_sudoku(
     names the systems to run now; the results hold all that are done.
     """
     budget = QUICK if quick else FULL
-    for name in only:
-        require_choice("--only", name, tuple(system.name for system in SYSTEMS))
-    chosen = [system for system in SYSTEMS if not only or system.name in only]
+    systems = {system.name: system for system in SYSTEMS}
+    chosen = [systems[name] for name in chosen_names(list(systems), only)]
     if quick:  # small boards are all solved by logic
         chosen = [system for system in chosen if system.trained_on != "any"]
         require(bool(chosen), f"--only {', '.join(only)}: expected without --quick: logic solves all small boards")
     runs = {system.name: planned(system, budget, quick, overrides or [], device) for system in chosen}
-    partial = out / "partial.json"
-    require(resume or not partial.exists(), f"{out} holds a run: go on with --resume, or give another --out")
+    done = read_done(out, resume)
     make_folder(out)
-    done: dict[str, dict] = read_json(partial) if partial.exists() else {}
-    require(isinstance(done, dict), f"{partial}: expected the record of a stopped run")
     kinds = {system.trained_on for system in chosen} | {"logic", "any", "hard"}
     sets = puzzle_sets(data, budget, kinds, quick, on_note)
-    for system in chosen:
-        run = runs[system.name]
-        if signature(run) == done.get(system.name, {}).get("signature"):
-            continue
-        done[system.name] = run_system(system, run, sets, budget, out, device, resume) | {"signature": signature(run)}
-        write_atomically(partial, json.dumps(done))
-    results = collect(done, command, device)
-    write_atomically(out / "results.json", json.dumps(results, indent=1))
-    write_atomically(out / "table.md", render(results))
-    return results
-
-
-def signature(run: RunConfig) -> str:
-    return json.dumps(to_dict(run), sort_keys=True)
+    run_systems(runs, done, out, lambda name: run_system(systems[name], runs[name], sets, budget, out, device, resume))
+    about = ("training_seconds", "measuring_seconds", "parameters", "rows_seen", "trained_on", "curve", "filling")
+    results = collect("sudoku", list(systems), done, about, command, device)
+    lengths = {name: run["model"]["length"] for name, run in results["configurations"].items()}
+    results["rows"] = [  # small boards are not the paper's
+        row | (printed(row) if lengths[row["system"]] in (81, 164) else {"paper": None}) for row in results["rows"]
+    ]
+    return write_results(results, out)
 
 
 def run_system(system: System, run: RunConfig, sets: dict, budget: Budget, out: Path, device: str, resume: bool) -> dict:
@@ -391,7 +378,7 @@ def run_system(system: System, run: RunConfig, sets: dict, budget: Budget, out: 
         curve.append({"step": step, "solved": found["value"], "stderr": found["stderr"]})
         write_atomically(looks, "".join(json.dumps(point) + "\n" for point in curve))
 
-    again = resume and (bool(checkpoint_files(folder)) or (folder / "run.json").exists())
+    again = goes_on(folder, resume)
     if again and looks.exists():
         curve += [json.loads(line) for line in looks.read_text().splitlines()]
     make_folder(folder)
@@ -432,39 +419,6 @@ def filling(model: VMD, puzzles: Puzzles, steps: int = 10) -> dict:
 
     solve_puzzles(model, puzzle, steps=min(steps, model.config.length), order="prob", early=False, on_step=keep)
     return {"puzzle": puzzle[0].tolist(), "frames": frames}
-
-
-def training_seconds(log: list[dict]) -> float:
-    """Of all pieces of a run that was stopped: each counts its own seconds."""
-    total, before = 0.0, 0.0
-    for record in log:
-        if record["seconds"] < before:
-            total += before
-        before = record["seconds"]
-    return total + before
-
-
-def collect(done: dict[str, dict], command: str, device: str) -> dict:
-    parts = {system.name: done[system.name] for system in SYSTEMS if system.name in done}
-    configurations = {name: json.loads(part["signature"]) for name, part in parts.items()}  # as they ran
-    about = ("training_seconds", "measuring_seconds", "parameters", "rows_seen", "trained_on", "curve", "filling")
-    return {
-        "name": "sudoku",
-        "preset": "ours",
-        "command": command,
-        "seeds": sorted({run["training"]["seed"] for run in configurations.values()}),
-        "hardware": hardware(device),
-        "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
-        "configurations": configurations,
-        "systems": {name: {key: part[key] for key in about} for name, part in parts.items()},
-        "rows": [
-            r
-            | (printed(r) if configurations[name]["model"]["length"] in (81, 164) else {"paper": None})  # not of 4x4 boards
-            for name, part in parts.items()
-            for r in part["rows"]
-        ],
-    }
 
 
 def printed(r: dict) -> dict:

@@ -3,8 +3,9 @@
 Every system is trained in a folder of its own and goes on from its checkpoints; its rows are kept when it is done.
 """
 
+import functools
 import json
-import platform
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,22 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vmd import __version__
-from vmd.checkpoints import checkpoint_files
-from vmd.config import RunConfig, override_all, require, require_choice, to_dict
+from vmd.config import InvalidInput, RunConfig, override_all, require
 from vmd.data import TextData, load_data
+from vmd.data.text import cache_folder
 from vmd.evaluation import rows_per_pass
-from vmd.files import hardware, make_folder, read_json, write_atomically
+from vmd.files import make_folder, write_atomically
 from vmd.likelihood import in_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.presets import preset
 from vmd.progress import progress_bar
-from vmd.puzzle_table import signature, training_seconds
 from vmd.sampling import RULES
-from vmd.tables import render
-from vmd.text_quality import judged_bits, text_quality, words_of
-from vmd.training import check_precision, fast_settings, precision, train
+from vmd.systems import chosen_names, collect, goes_on, read_done, run_systems, training_seconds, write_results
+from vmd.text_quality import Quality, judged_bits, text_quality, words_of
+from vmd.training import check_attention, check_precision, fast_settings, precision, train
 
 # As in the paper: z of earlier blocks is seen through the clean stream, the encoder reads the doubled one.
 PAPER_Z = ("model.latent.encoder_stream=doubled", "model.latent.on_clean=true", "objective.kl_weight=1")
@@ -47,7 +46,7 @@ class System:
 
 
 SYSTEMS = (
-    System("judge: AR, larger", "text-mdm", 1, ("model.layers=12", "model.width=512"), judge=True),
+    System("judge: AR, larger", "text-mdm", 1, judge=True),
     System("BD3-LM, r = 4", "text-mdm", 4),
     System("codes, r = 4", "text", 4),
     System("chain, r = 4", "text", 4, ("model.latent.kind=chain",)),
@@ -69,12 +68,13 @@ SYSTEMS = (
 class Budget:
     length: int
     settings: tuple[str, ...]
+    judge: tuple[str, ...]  # larger than the others
     rows: int  # of the test text, scored
     draws: int  # samples of each way
     iwae: int
 
 
-FULL = Budget(256, ("training.steps=6000",), 2_000, 1_000, 16)
+FULL = Budget(256, ("training.steps=6000",), ("model.layers=12", "model.width=512"), 2_000, 1_000, 16)
 QUICK = Budget(
     64,
     (
@@ -90,36 +90,48 @@ QUICK = Budget(
         "training.learning_rate=5e-3",
         "training.ema=0.98",
     ),
+    ("model.layers=3", "model.width=96"),
     100,
     50,
     4,
 )
 
 
-def quick_text(path: Path) -> Path:
-    """Some English that is on every machine with Python: its own documentation, in letters and spaces."""
+def quick_text() -> Path:
+    """Some English that is on every machine with Python: its own documentation, in letters and spaces. Kept in the cache."""
     from pydoc_data.topics import topics
 
     letters = "".join(c if "a" <= c <= "z" else " " for c in " ".join(topics.values()).lower())
-    write_atomically(path, " ".join(letters.split()))
+    text, path = " ".join(letters.split()), cache_folder() / "quick.txt"
+    if not path.is_file() or path.read_text() != text:
+        make_folder(path.parent)
+        write_atomically(path, text)
     return path
+
+
+def read_text(source: str, budget: Budget, split: str, seed: int = 0) -> TextData:
+    data = load_data(source, seed, length=budget.length, tokenizer="char", split=split)
+    if not isinstance(data, TextData):
+        raise InvalidInput(f"--data {source}: expected a text")
+    return data
 
 
 def planned(system: System, budget: Budget, name: str, overrides: list[str], data: TextData, device: str) -> RunConfig:
     """With all overrides applied and checked."""
     block = min(system.block, budget.length)
     latent = preset(system.preset).model.has_latent
-    own = [s for s in budget.settings if latent or not s.startswith("model.latent")]
-    size = [s for s in system.settings if not (budget is QUICK and s.startswith(("model.layers", "model.width")))]
+    size = [s for s in budget.settings if latent or not s.startswith("model.latent")]
+    size += budget.judge if system.judge else ()
     run = override_all(
         preset(system.preset),
-        [f"model.length={budget.length}", f"model.block_size={block}", *own, *size, *overrides],
+        [f"model.length={budget.length}", f"model.block_size={block}", *size, *system.settings, *overrides],
     )
     run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
-    chosen = {setting.partition("=")[0] for setting in overrides}
+    chosen = {setting.partition("=")[0].strip() for setting in overrides}
     fast = {field: v for field, v in fast_settings(run, device).items() if f"training.{field}" not in chosen}
     run = replace(run, training=replace(run.training, **fast), data=replace(run.data, name=name))
     check_precision(run.training, device)
+    check_attention(run.training, run.model)
     run.objective.check(run.model)
     return run
 
@@ -190,12 +202,17 @@ def sample_rows(
             texts = [data.tokenizer.decode(row.numpy()) for row in tokens]
             setting = {"steps": steps, "nfe": drawn.nfe, "order": "random", "rule": rule, "n": draws}
             setting |= {"z": z if config.has_latent else "none", "temperature": 1}
-            found = text_quality(texts, reference, words)._asdict() | {"characters_per_second": tokens.numel() / seconds}
+            found = known(text_quality(texts, reference, words)) | {"characters_per_second": tokens.numel() / seconds}
             rows += [{"setting": setting, "metric": m, "value": v, "stderr": None} for m, v in found.items()]
             if judge is not None:
                 bits, error = judged_bits(judge, tokens)
                 rows.append({"setting": setting, "metric": "judged_bits", "value": bits, "stderr": error})
     return rows
+
+
+def known(quality: Quality) -> dict[str, float]:
+    """Without the share of real words where there are no words."""
+    return {name: value for name, value in quality._asdict().items() if not math.isnan(value)}
 
 
 # The whole
@@ -219,46 +236,53 @@ def reproduce_text(
     names the systems to run now; the results hold all that are done.
     """
     budget = QUICK if quick else FULL
-    for name in only:
-        require_choice("--only", name, tuple(system.name for system in SYSTEMS))
+    systems = {system.name: system for system in SYSTEMS}
+    chosen = chosen_names(list(systems), only)
     require(bool(data) or quick, "--data: expected a text, such as text8, or the path of a file; --quick brings its own")
+    for setting in overrides or []:
+        require(not setting.strip().startswith("data."), f"--set {setting}: expected none of data: --data gives characters")
+    done = read_done(out, resume)
+    source = data or str(quick_text())
+    trained, tested = (read_text(source, budget, split) for split in ("train", "test"))
+    runs = {name: planned(systems[name], budget, source, overrides or [], trained, device) for name in chosen}
+    require_same_text(out, done, source, budget.length)
     make_folder(out)
-    source = data or str(quick_text(out / "quick.txt"))
-    splits = {
-        split: load_data(source, length=budget.length, tokenizer="char", split=split)
-        for split in ("train", "validation", "test")
-    }
-    trained, tested = splits["train"], splits["test"]
-    assert isinstance(trained, TextData)
-    assert isinstance(tested, TextData)
-    runs = {s.name: planned(s, budget, source, overrides or [], trained, device) for s in SYSTEMS}
-    partial = out / "partial.json"
-    done: dict[str, dict] = read_json(partial) if resume and partial.exists() else {}
-    require(isinstance(done, dict), f"{partial}: expected the record of a stopped run")
     x0 = tested.in_order(0, min(budget.rows, len(tested))).long().to(device)
     reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
-    on_note("reading the words of the training text")
-    words = vocabulary(trained)
-    chosen = [system for system in SYSTEMS if not only or system.name in only]
-    for system in chosen:
-        run = runs[system.name]
-        if signature(run) == done.get(system.name, {}).get("signature"):
-            continue
-        model, about = train_system(system, run, trained, out, device, resume)
+
+    @functools.cache
+    def words() -> set[str]:
+        on_note("reading the words of the training text")
+        return vocabulary(trained)
+
+    def run_system(name: str) -> dict:
+        system, run = systems[name], runs[name]
+        model, about = train_system(system, run, read_text(source, budget, "train", run.training.seed), out, device, resume)
+        known_words = set() if system.judge else words()
         started = time.perf_counter()
-        judge = None if system.judge else find_judge(out, device)
         rows = bits_rows(model, run, x0, budget.iwae)
         if not system.judge:
-            rows += sample_rows(model, run, tested, reference, words, judge, budget.draws)
+            judge = find_judge(out, device)
+            if judge is None:
+                on_note(f"{name}: no judge is trained here, so that its samples are not judged")
+            rows += sample_rows(model, run, tested, reference, known_words, judge, budget.draws)
         about["measuring_seconds"] = time.perf_counter() - started
-        about["rows"] = [{"system": system.name} | row for row in rows]
-        done[system.name] = about | {"signature": signature(run)}
-        write_atomically(partial, json.dumps(done))
-    real = text_quality(reference, reference, words)
-    results = collect(done, runs, command, device, source, real._asdict())
-    write_atomically(out / "results.json", json.dumps(results, indent=1))
-    write_atomically(out / "table.md", render(results))
-    return results
+        return about | {"rows": [{"system": name} | row for row in rows]}
+
+    run_systems(runs, done, out, run_system)
+    about = ("training_seconds", "measuring_seconds", "parameters", "characters", "block", "judge")
+    results = collect("text", list(systems), done, about, command, device)
+    results |= {"data": Path(source).name, "test_text": known(text_quality(reference, reference, words()))}
+    return write_results(results, out)
+
+
+def require_same_text(out: Path, done: dict[str, dict], source: str, length: int) -> None:
+    """Systems of one table are measured on the same rows."""
+    for part in done.values():
+        before = json.loads(part["signature"])
+        text, characters = before["data"]["name"], before["model"]["length"]
+        same = (text, characters) == (source, length)
+        require(same, f"{out} holds a run of {text} in rows of {characters}: expected that, or another --out")
 
 
 def vocabulary(data: TextData, at_once: int = 4_096) -> set[str]:
@@ -281,9 +305,12 @@ def find_judge(out: Path, device: str) -> VMD | None:
 
 def train_system(system: System, run: RunConfig, data: TextData, out: Path, device: str, resume: bool) -> tuple[VMD, dict]:
     folder = folder_of(out, system)
-    again = resume and bool(checkpoint_files(folder))
+    again = goes_on(folder, resume)
     model = VMD(run.model, seed=run.training.seed).to(device)
     make_folder(folder)
+    write_atomically(
+        folder / "tokenizer.json", json.dumps(data.tokenizer.to_dict())
+    )  # to sample from it, as after `vmd train`
     with progress_bar(system.name, run.training.steps) as update:
         log = train(
             model,
@@ -301,22 +328,3 @@ def train_system(system: System, run: RunConfig, data: TextData, out: Path, devi
         "judge": system.judge,
     }
     return model.eval(), about
-
-
-def collect(done: dict[str, dict], runs: dict[str, RunConfig], command: str, device: str, source: str, real: dict) -> dict:
-    parts = {name: done[name] for name in runs if name in done}
-    about = ("training_seconds", "measuring_seconds", "parameters", "characters", "block", "judge")
-    return {
-        "name": "text",
-        "preset": "ours",
-        "command": command,
-        "data": Path(source).name,
-        "seeds": [0],
-        "hardware": hardware(device),
-        "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
-        "configurations": {name: to_dict(runs[name]) for name in parts},
-        "systems": {name: {key: part[key] for key in about} for name, part in parts.items()},
-        "test_text": real,
-        "rows": [row for part in parts.values() for row in part["rows"]],
-    }

@@ -611,6 +611,11 @@ def _is_whole(folder: Path, meta: dict, split: str) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
+def cache_folder() -> Path:
+    """Of this machine: $VMD_CACHE, or .cache/vmd in the home folder."""
+    return Path(os.environ.get("VMD_CACHE") or Path.home() / ".cache" / "vmd")
+
+
 def prepared_text(
     name: str, tokenizer: str, *, documents: bool = False, on_progress: OnProgress = lambda done, total: None
 ) -> Path:
@@ -618,8 +623,7 @@ def prepared_text(
 
     A file called text8 or text8-70M is checked to be that.
     """
-    cache = Path(os.environ.get("VMD_CACHE") or Path.home() / ".cache" / "vmd")
-    source = Path(name)
+    cache, source = cache_folder(), Path(name)
     if name == "text8" and not source.exists():
         return text8(cache=cache, on_progress=on_progress)
     plain = source.is_file() and not documents and tokenizer == "char"

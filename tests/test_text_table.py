@@ -1,0 +1,559 @@
+"""`vmd reproduce text`: every system trained on next to nothing, its rows computed apart, and what is kept and resumed."""
+
+import json
+import math
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from command import refused, settings, succeeds, vmd
+from helpers import close
+from vmd import figures, text_table
+from vmd.config import RunConfig, from_dict
+from vmd.data import TextData
+from vmd.figures import draw_figures
+from vmd.likelihood import in_bits, nll_bound
+from vmd.model import VMD
+from vmd.report import section
+from vmd.systems import training_seconds
+from vmd.tables import render, text_bits_table, text_samples_table, text_tables
+from vmd.text_quality import Quality, judged_bits, text_quality
+from vmd.text_table import (
+    FULL,
+    QUICK,
+    SYSTEMS,
+    folder_of,
+    known,
+    objective_bits,
+    planned,
+    quick_text,
+    read_text,
+    step_counts,
+)
+
+PNG = b"\x89PNG\r\n\x1a\n"
+NAMES = [system.name for system in SYSTEMS]
+JUDGE = next(system.name for system in SYSTEMS if system.judge)
+BY_NAME = {system.name: system for system in SYSTEMS}
+LENGTH, ROWS = 16, 10
+TINY = replace(
+    QUICK,
+    length=LENGTH,
+    settings=(
+        "model.layers=1",
+        "model.heads=2",
+        "model.width=16",
+        "model.latent.encoder_layers=1",
+        "model.latent.dim=2",
+        "model.latent.codes=3",
+        "training.steps=2",
+        "training.batch_size=4",
+        "training.log_every=1",
+        "training.checkpoint_every=1",
+    ),
+    judge=("model.layers=2",),
+    rows=ROWS,
+    draws=3,
+    iwae=2,
+)
+
+
+def some_text() -> str:
+    """Short words; those of the last part are known, or end in z and were never seen before."""
+    words = random.Random(0).choices(["a", "an", "is", "it", "on", "the", "cat", "sat", "mat"], k=1_000)
+    words[-40::2] = [word + "z" for word in words[-40::2]]
+    return " ".join(words)
+
+
+TEXT = some_text()
+CUT = round(0.9 * len(TEXT)), round(0.95 * len(TEXT))
+
+
+def chunks(text: str) -> list[str]:
+    return [text[start : start + LENGTH] for start in range(0, len(text) - LENGTH + 1, LENGTH)]
+
+
+TRAINED, TESTED = chunks(TEXT[: CUT[0]]), chunks(TEXT[CUT[1] :])[:ROWS]
+X0 = torch.tensor([[sorted(set(TEXT)).index(c) for c in row] for row in TESTED])
+VOCABULARY = {word for row in TRAINED for word in row.split(" ")[1:-1] if word}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A text, and a cache for what is made of texts."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "cats.txt").write_text(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VMD_CACHE", str(folder / "cache"))
+        yield folder / "cats.txt"
+
+
+def words_for(source, out, *words, only: tuple[str, ...] = ()) -> tuple:
+    chosen = [word for name in only for word in ("--only", name)]
+    return ("reproduce", "text", "--quick", "--data", source, "--device", "cpu", "--out", out, *chosen, *words)
+
+
+def run_table(source, out, *words: object, only: tuple[str, ...] = (), code: int = 0):
+    """`vmd reproduce text --quick`, on a budget of almost nothing; of some systems alone without pictures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_table, "QUICK", TINY)
+        if only:
+            patch.setattr(figures, "draw_figures", lambda folder: [])
+        done = vmd(*words_for(source, out, *words, only=only))
+    assert done.code == code, done.err
+    return done
+
+
+def read(folder) -> dict:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads((folder / "results.json").read_text(), parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    """All systems: their folder, and what was printed. Copy it to change it."""
+    out = tmp_path_factory.mktemp("table") / "out"
+    done = run_table(source, out)
+    return SimpleNamespace(out=out, done=done, results=read(out), source=source)
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    return shutil.copytree(whole.out, tmp_path / "out")
+
+
+def model_of(whole, name: str) -> VMD:
+    return VMD.from_pretrained(folder_of(whole.out, BY_NAME[name]), "cpu").eval()
+
+
+def rows_of(results: dict, *names: str) -> list[dict]:
+    return [row for row in results["rows"] if row["system"] in names]
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["metric"] != "characters_per_second"]
+
+
+# Plans
+
+
+@pytest.fixture(scope="module")
+def plans(source):
+    """{budget's length: {system: its run}}"""
+    budgets = (FULL, QUICK, replace(TINY, length=8))
+    data = {b.length: SimpleNamespace(length=b.length, vocab_size=27, symbols=()) for b in budgets}
+    return {b.length: {s.name: planned(s, b, "x", [], data[b.length], "cpu") for s in SYSTEMS} for b in budgets}
+
+
+def test_every_system_is_planned_as_its_name_says(plans):
+    for length, runs in plans.items():
+        for name, run in runs.items():
+            assert (run.model.length, run.model.vocab_size, run.data.name) == (length, 27, "x")
+            if " r = " in name:
+                assert run.model.block_size == min(length, int(name.rpartition(" ")[2]))
+            assert (run.model.latent.kind == "chain") is name.startswith("chain")
+            assert (run.model.latent.kind == "categorical") is name.startswith("codes")
+            assert run.objective.score_entropy is (name == "SEDD")
+            paper = name.startswith("the paper")
+            assert run.model.latent.on_clean is paper
+            assert (run.model.latent.encoder_stream == "doubled") is paper
+            assert (run.model.latent.prior == "learned") is ("learned prior" in name)
+            assert run.objective.kl_weight == 1
+        assert runs["MDLM"].model.blocks == runs["SEDD"].model.blocks == 1
+        assert runs["AR"].model.block_size == runs[JUDGE].model.block_size == 1
+        assert runs["the paper's VMD, r = 4"].model.z_reaches_later_blocks
+    assert len({folder_of(Path("out"), system) for system in SYSTEMS}) == len(SYSTEMS) == len(set(NAMES))
+
+
+def test_the_judge_is_larger_than_all_it_judges(plans):
+    for runs in plans.values():
+        sizes = {name: (run.model.layers, run.model.width) for name, run in runs.items()}
+        judge = sizes.pop(JUDGE)
+        assert all(judge > size and judge[1] >= size[1] for size in sizes.values())
+
+
+def test_systems_differ_in_what_they_are_alone(plans):
+    """The network around z, and the training, are those of all others."""
+    for runs in plans.values():
+        shapes = {(r.model.layers, r.model.width, r.model.heads) for name, r in runs.items() if name != JUDGE}
+        assert len(shapes) == 1
+        assert len({run.training for run in runs.values()}) == 1
+
+
+def test_steps_are_few_and_all(plans):
+    runs = plans[FULL.length]
+    assert step_counts(runs["AR"]) == [1]
+    assert step_counts(runs["codes, r = 4"]) == [1, 2, 4]
+    assert step_counts(runs["chain, r = 16"]) == [1, 2, 4, 8, 16]
+    assert step_counts(runs["MDLM"]) == [64, 128, 256]
+
+
+# What all systems are measured by
+
+
+def test_results_hold_every_system_by_its_name(whole):
+    results = whole.results
+    assert list(results["systems"]) == list(results["configurations"]) == NAMES
+    assert (results["name"], results["data"], results["seeds"]) == ("text", "cats.txt", [0])
+    for system in SYSTEMS:
+        about, run = results["systems"][system.name], from_dict(RunConfig, results["configurations"][system.name])
+        model = model_of(whole, system.name)
+        assert model.config == run.model
+        assert (about["block"], about["judge"]) == (min(system.block, LENGTH), system.judge)
+        assert about["characters"] == 2 * 4 * LENGTH
+        assert sum(about["parameters"].values()) == sum(p.numel() for p in model.parameters())
+    settings_seen = [json.dumps([r["system"], r["metric"], r["setting"]], sort_keys=True) for r in results["rows"]]
+    assert len(set(settings_seen)) == len(settings_seen)
+    assert all(math.isfinite(row["value"]) for row in results["rows"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_are_those_of_the_bound_on_the_test_text(whole, name):
+    model = model_of(whole, name)
+    gaussian = model.config.latent.kind == "gaussian"
+    z = "once" if name.startswith("the paper") else "fresh"
+    rows = [row for row in rows_of(whole.results, name) if row["metric"] == "bits"]
+    expected_steps = sorted({n for n in (1, 2, 4, 8) if n <= model.config.block_size})
+    if model.config.blocks == 1:
+        expected_steps = [4, 8, 16]
+    assert [row["setting"]["steps"] for row in rows] == expected_steps
+    for row in rows:
+        steps, setting = row["setting"]["steps"], row["setting"]
+        samples = 2 if gaussian else 1
+        nats = nll_bound(model, X0, steps, z=z, samples=samples, generator=torch.Generator().manual_seed(0))
+        bits = in_bits(nats, LENGTH)
+        assert close(row["value"], bits.value, 1e-5)
+        assert close(row["stderr"], bits.stderr, 1e-4)
+        assert (setting["n"], setting["nfe"], setting["iwae"]) == (ROWS, steps * model.config.blocks, samples)
+        assert setting["z"] == (z if model.config.has_latent else "none")
+
+
+@torch.no_grad()
+def test_bits_from_left_to_right_are_the_exact_likelihood(whole):
+    model = model_of(whole, "AR")
+    log_p = model.denoise(torch.full_like(X0, model.config.vocab_size), X0, None).log_softmax(-1)
+    exact = -float(log_p.gather(-1, X0.unsqueeze(-1)).mean()) / math.log(2)
+    found = {row["metric"]: row["value"] for row in rows_of(whole.results, "AR")}
+    assert close(found["bits"], exact, 1e-5)
+    assert close(found["own_bound"], exact, 1e-5)
+
+
+def test_what_was_trained_is_called_a_surrogate_with_z_and_a_bound_without(whole):
+    headers, lines = text_bits_table(whole.results)
+    assert headers[-1] == "what was trained"
+    for name, line in zip(NAMES, lines, strict=True):
+        has_latent = BY_NAME[name].preset != "text-mdm"
+        (row,) = (r for r in rows_of(whole.results, name) if r["metric"] in ("surrogate", "own_bound"))
+        assert row["metric"] == ("surrogate" if has_latent else "own_bound")
+        assert line[0] == name
+        assert line[-1] == f"{row['value']:.4f} ({'surrogate' if has_latent else 'bound'})"
+
+
+def test_score_entropy_is_not_below_the_bound_of_normalised_outputs(whole):
+    model = model_of(whole, "SEDD")
+    own, normalised = (objective_bits(model, X0, flag) for flag in (True, False))
+    (row,) = (r for r in rows_of(whole.results, "SEDD") if r["metric"] == "own_bound")
+    assert close(row["value"], own.value, 1e-5)
+    assert own.value > normalised.value + 0.1  # of outputs that have not learned to sum to one
+    (other,) = (r for r in rows_of(whole.results, "MDLM") if r["metric"] == "own_bound")
+    assert close(other["value"], objective_bits(model_of(whole, "MDLM"), X0, False).value, 1e-5)
+
+
+def test_the_test_text_is_judged_by_the_words_of_the_training_text(whole):
+    whole_words = [word for row in TESTED for word in row.split(" ")[1:-1] if word]
+    expected = 100 * sum(word in VOCABULARY for word in whole_words) / len(whole_words)
+    assert 0 < expected < 100
+    assert close(whole.results["test_text"]["real_words"], expected)
+    assert close(whole.results["test_text"]["divergence"], 0)
+    _, lines = text_samples_table(whole.results)
+    assert lines[0][:5] == ["the test text", "", "", "", f"{expected:.1f}"]
+
+
+def test_samples_are_drawn_by_argmax_only_with_a_latent(whole):
+    for system in SYSTEMS:
+        rows = [row for row in rows_of(whole.results, system.name) if "temperature" in row["setting"]]
+        rules = {row["setting"]["rule"] for row in rows}
+        with_latent = {"argmax", "sample"} if system.preset != "text-mdm" else {"sample"}
+        assert rules == (set() if system.judge else with_latent)
+        assert all(row["setting"]["n"] == 3 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "steps", "z"),
+    [
+        ("AR", "sample", 1, "fresh"),
+        ("the paper's VMD, r = 4", "argmax", 2, "once"),
+        ("chain, r = 8", "sample", 1, "fresh"),
+        ("SEDD", "sample", 4, "fresh"),
+    ],
+)
+def test_figures_of_samples_are_those_of_the_same_samples(whole, name, rule, steps, z):
+    model = model_of(whole, name)
+    generator = torch.Generator().manual_seed(0)
+    drawn = model.sample(3, steps=steps, order="random", rule=rule, z=z, generator=generator)
+    letters = sorted(set(TEXT))
+    texts = ["".join(letters[i] for i in row) for row in drawn.tokens.tolist()]
+    expected = known(text_quality(texts, TESTED, VOCABULARY))
+    expected["judged_bits"] = judged_bits(model_of(whole, JUDGE), drawn.tokens)[0]
+    wanted = {"rule": rule, "steps": steps, "temperature": 1}.items()
+    here = [row for row in rows_of(whole.results, name) if wanted <= row["setting"].items()]
+    found = {row["metric"]: row["value"] for row in here}
+    assert found.pop("characters_per_second") > 0
+    assert found.keys() == expected.keys()
+    assert all(close(found[metric], expected[metric], 1e-5) for metric in expected)
+    assert {row["setting"]["nfe"] for row in here} == {drawn.nfe} == {steps * model.config.blocks}
+
+
+def test_without_words_there_is_no_share_of_real_ones():
+    assert known(Quality(math.nan, 0.5, 0.25, 1.0)) == {"divergence": 0.5, "distinct": 0.25, "entropy": 1.0}
+    assert known(Quality(0.0, 0.5, 0.25, 1.0))["real_words"] == 0
+
+
+def test_a_system_of_the_table_writes_text(whole):
+    (line,) = succeeds("sample", folder_of(whole.out, BY_NAME["codes, r = 4"]), "-n", 1).out.splitlines()
+    assert len(line) == LENGTH
+    assert set(line) <= set(TEXT)
+
+
+# Tables and pictures
+
+
+def test_tables_and_the_picture_are_written_and_said(whole):
+    assert (whole.out / "table.md").read_text() == render(whole.results)
+    assert {path.name for path in whole.out.glob("*.png")} == {"few-steps.png"}
+    assert (whole.out / "few-steps.png").read_bytes().startswith(PNG)
+    for name in ("few-steps.png", "table.md"):
+        assert str(whole.out / name) in whole.done.err
+    assert whole.done.out.startswith("| system | parameters |")
+    for _, (headers, lines) in text_tables(whole.results):
+        assert lines
+        assert all(len(line) == len(headers) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "names", [[], [JUDGE], ["AR"], ["MDLM", "the paper's VMD, r = 8"]], ids=["none", "judge", "AR", "two"]
+)
+@pytest.mark.parametrize("judged", [True, False], ids=["judged", "unjudged"])
+def test_parts_of_the_results_are_shown(whole, names, judged, tmp_path):
+    some = {key: {name: whole.results[key][name] for name in names} for key in ("systems", "configurations")}
+    rows = [row for row in rows_of(whole.results, *names) if judged or row["metric"] != "judged_bits"]
+    results = whole.results | some | {"rows": rows}
+    text = render(results)
+    assert all(f"| {name} |" in text for name in names)
+    assert all(len(line) == len(headers) for _, (headers, lines) in text_tables(results) for line in lines)
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    drawn = draw_figures(tmp_path)
+    assert [path.name for path in drawn] == ([] if names in ([], [JUDGE]) else ["few-steps.png"])
+
+
+def test_rows_that_are_missing_leave_empty_cells(whole):
+    for metric in ("bits", "surrogate", "real_words", "judged_bits"):
+        rows = [row for row in whole.results["rows"] if row["metric"] != metric]
+        for _, (headers, lines) in text_tables(whole.results | {"rows": rows, "test_text": {}}):
+            assert all(len(line) == len(headers) for line in lines)
+
+
+def test_a_report_shows_the_table_and_its_picture(whole, tmp_path):
+    shutil.copytree(whole.out, tmp_path / "results/text")
+    text = section(tmp_path / "results", "text", tmp_path / "README.md")
+    assert "| the paper's VMD, r = 4 |" in text
+    assert whole.results["command"] in text
+    assert "(results/text/few-steps.png)" in text
+
+
+# Stopped, resumed, and run one by one
+
+
+PAIR = ("AR", "the paper's VMD, r = 4")
+FOLDERS = tuple(folder_of(Path(), BY_NAME[name]).name for name in PAIR)
+
+
+def watch(monkeypatch, stop_at: tuple[str, int] | None = None) -> list[tuple[str, int]]:
+    """The (folder, step) of all training steps from now on; stops at one of them."""
+    seen, train = [], text_table.train
+
+    def watched(model, data, run, *, on_step, out, **options):
+        assert data.seed == run.training.seed
+
+        def step(done, record):
+            seen.append((out.name, done))
+            on_step(done, record)
+            if (out.name, done) == stop_at:
+                raise KeyboardInterrupt
+
+        return train(model, data, run, on_step=step, out=out, **options)
+
+    monkeypatch.setattr(text_table, "train", watched)
+    return seen
+
+
+@pytest.mark.parametrize(("every", "again"), [(1, [2]), (100, [1, 2])], ids=["checkpoint", "no checkpoint"])
+def test_a_stopped_run_goes_on_to_the_same_results(whole, tmp_path, monkeypatch, every, again):
+    rare = settings(f"training.checkpoint_every={every}")
+    with monkeypatch.context() as patch:
+        watch(patch, (FOLDERS[1], 1))
+        assert run_table(whole.source, tmp_path / "out", *rare, only=PAIR, code=130).out == ""
+    assert not (tmp_path / "out/results.json").exists()
+    seen = watch(monkeypatch)
+    done = run_table(whole.source, tmp_path / "out", "--resume", *rare, only=PAIR)
+    assert seen == [(FOLDERS[1], step) for step in again]  # and nothing of the finished one
+    rows = rows_of(read(tmp_path / "out"), *PAIR)
+    unjudged = [row for row in rows_of(whole.results, *PAIR) if row["metric"] != "judged_bits"]
+    assert timeless(rows) == timeless(unjudged)
+    assert "judged_bits" not in {row["metric"] for row in rows}
+    assert "no judge" in done.err
+
+
+def test_a_stop_while_measuring_loses_no_training(whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(text_table, "bits_rows", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_table(whole.source, tmp_path / "out", only=PAIR[:1])
+    seen = watch(monkeypatch)
+    run_table(whole.source, tmp_path / "out", "--resume", only=PAIR[:1])
+    assert seen == []
+    assert list(read(tmp_path / "out")["systems"]) == ["AR"]
+
+
+def test_systems_run_one_by_one_stand_in_one_table(whole, tmp_path):
+    """In the order of the table; those that come after the judge are judged."""
+    for name in ("codes, r = 4", JUDGE, "AR"):
+        done = run_table(whole.source, tmp_path / "out", "--resume", only=(name,))
+    results = read(tmp_path / "out")
+    assert list(results["systems"]) == [JUDGE, "codes, r = 4", "AR"]
+    assert timeless(rows_of(results, "AR")) == timeless(rows_of(whole.results, "AR"))
+    assert {row["system"] for row in results["rows"] if row["metric"] == "judged_bits"} == {"AR"}
+    assert "codes, r = 4" in done.out
+
+
+def test_a_finished_run_is_not_run_again(whole, copied, monkeypatch):
+    before, seen = read(copied), watch(monkeypatch)
+    run_table(whole.source, copied, "--resume", only=tuple(NAMES))
+    assert seen == []
+    assert read(copied) == before | {"command": read(copied)["command"], "hardware": read(copied)["hardware"]}
+
+
+def test_longer_training_runs_a_system_again_and_says_which_settings_it_had(whole, copied, monkeypatch):
+    before, seen = read(copied), watch(monkeypatch)
+    run_table(whole.source, copied, "--resume", *settings("training.steps=3"), only=PAIR[:1])
+    assert seen == [(FOLDERS[0], 3)]
+    after = read(copied)
+    steps = {name: run["training"]["steps"] for name, run in after["configurations"].items()}
+    assert steps == {name: 3 if name == "AR" else 2 for name in NAMES}
+    assert after["systems"]["AR"]["characters"] == 3 * 4 * LENGTH
+    kept = [name for name in NAMES if name != "AR"]
+    assert rows_of(after, *kept) == rows_of(before, *kept)
+
+
+def test_one_system_needs_only_its_own_settings_to_fit_and_keeps_them(whole, tmp_path, monkeypatch):
+    """Importance weights, which codes and the paper's z cannot have; another seed, also of the order of the text."""
+    seen = watch(monkeypatch)
+    chosen = settings("objective.samples=2", "training.seed=3")
+    run_table(whole.source, tmp_path / "out", *chosen, only=("Gaussian, learned prior, r = 4",))
+    results = read(tmp_path / "out")
+    assert len(seen) == 2
+    assert results["seeds"] == [3]
+    assert results["configurations"]["Gaussian, learned prior, r = 4"]["objective"]["samples"] == 2
+    assert "objective.samples=2" in refused(*words_for(whole.source, tmp_path / "all", *chosen), folder=tmp_path)
+
+
+def test_other_runs_are_not_mixed_into_a_table(whole, copied, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_table, "QUICK", TINY)
+
+    def no(*words, text=whole.source):
+        return refused(*words_for(text, copied, *words), folder=copied)
+
+    assert "--resume" in no()
+    assert "--resume" in no("--only", "AR")
+    assert "training.learning_rate=0.5" in no("--resume", "--only", "AR", *settings("training.learning_rate=0.5"))
+    (tmp_path / "dogs.txt").write_text(TEXT.replace("cat", "dog"))
+    assert "cats.txt" in no("--resume", "--only", "AR", text=tmp_path / "dogs.txt")
+    monkeypatch.setattr(text_table, "QUICK", replace(TINY, length=8))
+    assert "rows of 16" in no("--resume", "--only", "AR")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"AR": 1}', '{"AR": {}}'])
+def test_a_damaged_record_of_a_stopped_run_is_one_line(source, content, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/partial.json").write_text(content)
+    assert "partial.json" in refused(*words_for(source, tmp_path / "out", "--resume"), folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--only", "autoregression"], "--only"),
+        (["--only", "AR", "--only", "theirs"], "theirs"),
+        (["--preset", "paper"], "--preset paper"),
+        (["--seeds", "3"], "--seeds"),
+        (["--set", "model.layers=0"], "model.layers=0"),
+        (["--set", "model.length=32"], "model.length=32"),
+        (["--set", "training.nonsense=1"], "nonsense"),
+        (["--set", "data.tokenizer=byte"], "data.tokenizer=byte"),
+        (["--set", "training.precision=bf16"], "training.precision=bf16"),
+    ],
+)
+def test_wrong_orders_are_one_line(source, words, says, tmp_path):
+    assert says in refused(*words_for(source, tmp_path / "out", *words), folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("missing.txt", None, "no such text"),
+        ("tiny.txt", "abc", "too short"),
+        ("short.txt", "a word " * 40, "too short"),  # to fill a row of the test text
+        ("empty.txt", "", "empty.txt"),
+        ("deterministic", None, "no such text"),
+        ("array.npy", None, "array.npy"),
+    ],
+)
+def test_what_is_no_text_of_some_length_is_one_line(source, name, content, says, tmp_path):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    given = name if name == "deterministic" else path
+    assert says in refused(*words_for(given, tmp_path / "out"), folder=tmp_path)
+
+
+def test_an_array_is_no_text(source, tmp_path):
+
+    np.save(tmp_path / "rows.npy", np.zeros((4, LENGTH), dtype=np.int64))
+    assert "expected a text" in refused(*words_for(tmp_path / "rows.npy", tmp_path / "out"), folder=tmp_path)
+
+
+def test_the_full_table_needs_a_text(source, tmp_path):
+    assert "--data" in refused("reproduce", "text", "--device", "cpu", "--out", tmp_path / "out", folder=tmp_path)
+
+
+def test_a_quick_run_brings_a_text_that_is_made_once(source, tmp_path, monkeypatch):
+    path = quick_text()
+    made = path.stat().st_mtime_ns
+    assert quick_text() == path
+    assert path.stat().st_mtime_ns == made
+    text = path.read_text()
+    assert set(text) == set("abcdefghijklmnopqrstuvwxyz ")
+    assert "  " not in text
+    data = read_text(str(path), QUICK, "train")
+    assert isinstance(data, TextData)
+    assert len(data) > 1_000
+    bad = ("reproduce", "text", "--quick", "--device", "cpu", "--out", tmp_path / "out", "--set", "model.layers=0")
+    assert "model.layers=0" in refused(*bad, folder=tmp_path)
+    monkeypatch.setattr(text_table, "QUICK", TINY)
+    monkeypatch.setattr(figures, "draw_figures", lambda folder: [])
+    succeeds(*bad[:-2], "--only", "AR")
+    assert read(tmp_path / "out")["data"] == "quick.txt"
+
+
+def test_seconds_are_those_of_the_log(whole):
+    for name in PAIR:
+        log = [json.loads(line) for line in (folder_of(whole.out, BY_NAME[name]) / "metrics.jsonl").read_text().splitlines()]
+        assert close(whole.results["systems"][name]["training_seconds"], training_seconds(log), 1e-6)
