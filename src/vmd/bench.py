@@ -261,7 +261,8 @@ def run_bench(
     require(not vary or several, f"--vary {vary!r}: expected FIELD=VALUE,VALUE,... with two different values or more")
     windows, steps_per_window = (5, 10) if device == "cuda" else (3, 2)
     rows = []
-    for case in cases_of(what, run, batches, steps, field, values, device, chosen):
+    cases = cases_of(what, run, batches, steps, field, values, device, chosen)
+    for case in cases:
         on_row(f"{field}={case.value}" if vary else f"batch {case.batch}" + (f", {case.steps} steps" if case.steps else ""))
         wants_naive = naive and not vary and (what == "train" or case.batch <= 64)
         try:
@@ -284,7 +285,12 @@ def run_bench(
                 raise
             found = {"error": "out of memory"}
         rows.append(({"value": case.value} if vary else {}) | found)
-    record: dict[str, Any] = {"what": what, "vary": field, "configuration": to_dict(run), "hardware": hardware(device)}
+    record: dict[str, Any] = {
+        "what": what,
+        "vary": field,
+        "configuration": to_dict(cases[0].run),
+        "hardware": hardware(device),
+    }
     record["rows"] = rows
     good = [row for row in rows if "error" not in row]
     if len(good) >= 2 and all(is_number(row.get("value", "")) for row in good):

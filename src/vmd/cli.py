@@ -281,7 +281,10 @@ def train_run(
             if not started:
                 say(describe(model.parameter_counts()))
                 started = True
-            text = "" if record is None else f"{loss} {record['total']:.4f} kl {record['kl']:.4f} (nats per token)"
+            text = ""
+            if record is not None:
+                kl = "" if record["kl"] is None else f" kl {record['kl']:.4f}"
+                text = f"{loss} {record['total']:.4f}{kl} (nats per token), {record['tokens_per_second']:,.0f} tokens/s"
             update(done, text)
             for board in boards:
                 board.show(done, record)
@@ -551,7 +554,9 @@ def plot(
     require(out.parent.is_dir(), f"--out {out}: no such folder {out.parent}")
     logs = {str(run): read_log(run) for run in runs}
     wanted = [name.strip() for name in metric.split(",") if name.strip()]
-    known = sorted({key for log in logs.values() for record in log for key in record})
+    known = sorted(
+        {key for log in logs.values() for record in log for key, v in record.items() if isinstance(v, int | float)}
+    )
     shown = [name for name in wanted if name in known]
     require(bool(shown), f"--metric {metric}: expected fields of the log: {', '.join(known)}")
     draw_curves(logs, shown, against, out)
@@ -609,7 +614,9 @@ def data(
 @app.command()
 def solve(
     puzzle: Annotated[str, typer.Argument(help="81 characters, . or 0 for a blank; or a file of puzzles, one a line.")],
-    model: Annotated[str | None, typer.Option(help="A model folder. [default: the solver that comes with vmd]")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model folder. [default: the solver that comes with vmd, once there is one]")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Most evaluations in a try. [default: 20]")] = None,
     order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "margin",
     tries: Annotated[int, typer.Option(help="Most tries; each looks at the board under another symmetry.")] = 8,
@@ -636,8 +643,10 @@ def solve(
 def bench(
     what: Annotated[str, typer.Argument(help="train or sample.")],
     preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`).")] = "text",
-    batch: Annotated[str, typer.Option(help="Of sampling: rows, as in 1,64,1024. Training has training.batch_size.")] = "64",
-    steps: Annotated[str, typer.Option(help="Of sampling: steps per block, as in 1,4.")] = "1",
+    batch: Annotated[
+        str | None, typer.Option(help="Of sampling: rows, as in 1,64,1024. [default: 64] Training has training.batch_size.")
+    ] = None,
+    steps: Annotated[str | None, typer.Option(help="Of sampling: steps per block, as in 1,4. [default: 1]")] = None,
     vary: Annotated[
         str, typer.Option(help="How cost grows: FIELD=VALUES as in model.length=256,1024,4096, batch=1,64 or steps=1,2,4.")
     ] = "",
@@ -660,6 +669,9 @@ def bench(
 
     require_choice("WHAT", what, ("train", "sample"))
     require(not several_processes(), "vmd bench runs in one process: start it without torchrun")
+    for option, value in (("batch", batch), ("steps", steps)):
+        free = what == "sample" and vary.partition("=")[0] != option
+        require(value is None or free, f"--{option} {value}: expected with `vmd bench sample`, where --vary does not set it")
     if json_out is not None:
         require(json_out.suffix == ".json", f"--json {json_out}: expected a path ending in .json")
         require(json_out.parent.is_dir(), f"--json {json_out}: no such folder {json_out.parent}")
@@ -684,8 +696,8 @@ def bench(
             run,
             where,
             chosen={setting.partition("=")[0].strip() for setting in settings or []},
-            batches=parse_counts("--batch", batch),
-            steps=parse_counts("--steps", steps),
+            batches=parse_counts("--batch", batch or "64"),
+            steps=parse_counts("--steps", steps or "1"),
             vary=vary,
             naive=naive,
             compare=latent,
@@ -693,7 +705,8 @@ def bench(
             on_step=on_step,
         )
     versions = {"vmd": __version__, "torch": torch.__version__}
-    record = {"command": shlex.join(["vmd", *sys.argv[1:]]), "preset": preset, "versions": versions} | found
+    words = [word for word in sys.argv[1:] if word != "--json" and word != str(json_out)]
+    record = {"command": shlex.join(["vmd", *words]), "preset": preset, "versions": versions} | found
     if json_out is not None:
         write_atomically(json_out, json.dumps(record, indent=1))
     print_table(*bench_table(record), title=f"vmd bench {what} {preset}, {record['hardware']['name']}")
@@ -701,7 +714,7 @@ def bench(
         say(f"time grows as {record['vary']} to the power {record['exponent']:.2f}")
     if what == "train" and "ceiling_flops" in record["rows"][0]:
         say(f"ceiling: {record['rows'][0]['ceiling_flops'] / 1e12:.4g} TFLOP/s, a matrix product measured in this run")
-    if naive and not vary:
+    if any("naive" in row for row in record["rows"]):
         say(f"naive: {NAIVE_TRAINING if what == 'train' else NAIVE_SAMPLING}")
 
 

@@ -226,7 +226,11 @@ class ObjectiveConfig:
             f"objective.steps={max(self.steps)}: expected 1 to {model.block_size}, the block size",
         )
         require(not self.focal or not model.has_latent, f"objective.focal={self.focal}: expected 0 with a latent")
-        require(not self.score_entropy or not model.has_latent, "objective.score_entropy=true: expected false with a latent")
+        require(
+            not self.score_entropy or not (model.has_latent or self.focal or self.masking == "steps"),
+            "objective.score_entropy=true: expected no latent, no focal weights, and masking other than steps: "
+            "it has a bound of its own",
+        )
         require(
             self.samples == 1 or model.has_latent,
             f"objective.samples={self.samples}: expected 1 without a latent: there is no z to draw",

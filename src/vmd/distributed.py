@@ -5,6 +5,7 @@ number of processes.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -143,12 +144,14 @@ def parallel(model: nn.Module, kind: str, *, compiled: bool) -> nn.Module:
         return model
     device = next(model.parameters()).device
     if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # masks and tables, the same everywhere
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
+            return nn.parallel.DistributedDataParallel(
+                model,
+                device_ids=[device.index] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,
+                broadcast_buffers=False,  # masks and tables, the same everywhere
+            )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 

@@ -15,7 +15,7 @@ from vmd.diagnostics import Diagnostics, diagnose
 from vmd.distributed import gather_rows, my_share, own_seed, require_a_share
 from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
 from vmd.masking import draw_masks
-from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
+from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities, share_error
 from vmd.model import VMD
 from vmd.network import largest_tensor
 from vmd.sampling import RULES, check_settings
@@ -131,7 +131,7 @@ def evaluate_puzzles(
         solved = gather_rows(valid(grids) & keeps_clues(grids, puzzle)).double()
         about = f"rule {rule}, order {order}, {per_block(count)}, NFE {drawn.nfe}, {len(solved)} puzzles"
         about += (f", z {z}" if config.has_latent else "") + (", revising" if revise else "")
-        stderr = float((solved.mean() * (1 - solved.mean()) / len(solved)) ** 0.5)
+        stderr = share_error(float(solved.mean()), len(solved))
         found.append(row("solved, %", 100 * float(solved.mean()), 100 * stderr, about))
         blanks = gather_rows(((grids == solution) & (puzzle == 0)).sum(-1) / (puzzle == 0).sum(-1)).double()
         found.append(row("cells as in the solution given, %", 100 * float(blanks.mean()), None, about))
@@ -258,7 +258,7 @@ def objective_rows(model: VMD, data: Data, n: int, seed: int, fixed: Tensor | No
     about = f"{len(x0)} rows, mask counts, KL weight 1"
     name = "surrogate (not a bound), bits per token" if config.has_latent else "bound at N = block size, bits per token"
     labels = {"total": name}
-    if config.has_latent:
+    if config.has_latent and config.latent.kind != "chain":  # whose loss is not split
         labels |= {"reconstruction": "  its reconstruction", "kl": "  its KL"}
     rows = []
     for part, label in labels.items():

@@ -12,6 +12,12 @@ from vmd.model import VMD
 FLOOR = 1e-8  # probability given to a sequence that was never drawn
 
 
+def share_error(share: float, count: int) -> float:
+    """The standard error of a share of `count`, not zero where none or all were counted (Agresti and Coull 1998)."""
+    middle = (share * count + 2) / (count + 4)
+    return math.sqrt(middle * (1 - middle) / (count + 4))
+
+
 def sequence_ids(tokens: Tensor, vocab_size: int) -> Tensor:
     """(..., L) -> (...): each sequence as one number in base V."""
     powers = vocab_size ** torch.arange(tokens.shape[-1] - 1, -1, -1, device=tokens.device)

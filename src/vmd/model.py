@@ -191,6 +191,8 @@ class VMD(nn.Module):
     def from_pretrained(cls, folder: str | Path, device: str | torch.device = "cpu") -> "VMD":
         folder = Path(folder)
         require(folder.is_dir(), f"{folder}: expected a model folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+        unfinished = (folder / "run.json").is_file() and not (folder / CONFIG_FILE).is_file()
+        require(not unfinished, f"{folder}: a run that is not finished: go on with `vmd train ... --resume`")
         described = read_json(folder / CONFIG_FILE)
         require(
             isinstance(described, dict) and described.get("format") == "vmd",

@@ -35,14 +35,16 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], 
         TextColumn("{task.fields[text]}", markup=False),
     )
     if not console.is_terminal:
-        said, latest = -1, ""
+        said, latest, at = -1, "", 0
 
         def tell(done: int, text: str = "") -> None:
-            nonlocal said, latest
-            latest = text or latest
+            nonlocal said, latest, at
+            if text:
+                latest, at = text, done
             if done * 10 // total > said:
                 said = done * 10 // total
-                print(f"{description}: {done} of {total} {latest}".rstrip(), file=sys.stderr)
+                old = f" (at {at})" if latest and at != done else ""
+                print(f"{description}: {done} of {total} {latest}{old}".rstrip(), file=sys.stderr)
 
         yield tell
         return

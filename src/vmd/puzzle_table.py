@@ -29,6 +29,7 @@ from vmd.data.sudoku import (
 )
 from vmd.evaluation import rows_per_pass
 from vmd.files import make_folder, write_atomically
+from vmd.metrics import share_error
 from vmd.model import VMD
 from vmd.presets import preset
 from vmd.progress import progress_bar
@@ -188,7 +189,7 @@ def accuracy_rows(model: VMD, puzzles: Puzzles, data: str, cases: list[dict], n:
         grids = layout.grids(drawn.tokens.cpu())
         share = float((valid(grids) & keeps_clues(grids, puzzle)).double().mean())
         setting = {"data": data, "rule": "argmax", "nfe": drawn.nfe, "n": len(puzzle), "z": "once"} | case
-        error = 100 * math.sqrt(share * (1 - share) / len(puzzle))
+        error = 100 * share_error(share, len(puzzle))
         rows.append({"setting": setting, "metric": name, "value": 100 * share, "stderr": error})
     return rows
 
@@ -212,7 +213,7 @@ def try_rows(model: VMD, puzzles: Puzzles, data: str, n: int, steps: int, tries:
                 continue  # its evaluations are those of all tries
             setting = {"data": data, "order": "margin", "rule": "argmax", "steps": steps, "tries": count, "early": early}
             setting |= {"revise": revise, "n": len(puzzle), "evaluations": spent, "z": "once"}
-            error = 100 * math.sqrt(share * (1 - share) / len(puzzle))
+            error = 100 * share_error(share, len(puzzle))
             rows.append({"setting": setting, "metric": "solved", "value": 100 * share, "stderr": error})
     return rows
 
@@ -283,7 +284,7 @@ def grid_rows(model: VMD, n: int, counts: tuple[int, ...]) -> list[dict]:
             )
         share = float(valid(drawn.tokens.cpu() + 1).double().mean())
         setting = {"data": "grid", "order": "prob", "rule": "sample", "steps": steps, "nfe": drawn.nfe, "n": n, "z": z}
-        rows.append(row(setting, "valid", 100 * share, 100 * math.sqrt(share * (1 - share) / n)))
+        rows.append(row(setting, "valid", 100 * share, 100 * share_error(share, n)))
     return rows
 
 

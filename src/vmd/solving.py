@@ -239,7 +239,7 @@ def solve_command(
         require(SHIPPED.is_dir(), "no solver came with this copy of vmd: give one with --model (`vmd train sudoku`)")
     model = VMD.from_pretrained(SHIPPED if folder is None else folder, device=device)
     require(knows_boards(model.config), f"--model {folder}: expected a model of whole Sudoku boards")
-    options = options | {"steps": options["steps"] or min(20, model.config.length)}
+    options = options | {"steps": min(20, model.config.length) if options["steps"] is None else options["steps"]}
     if not is_file:
         return solve_one(model, parse_puzzle(what, model.config.length), animate, options)
     return solve_file(model, load_puzzles(what), batch, out, options)

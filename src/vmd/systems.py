@@ -12,7 +12,7 @@ import torch
 
 from vmd import __version__
 from vmd.checkpoints import checkpoint_files
-from vmd.config import RunConfig, require, require_choice, to_dict
+from vmd.config import RunConfig, require, to_dict
 from vmd.files import hardware, read_json, write_atomically
 from vmd.tables import render
 
@@ -20,7 +20,7 @@ from vmd.tables import render
 def chosen_names(every: list[str], only: tuple[str, ...]) -> list[str]:
     """In the order of the table."""
     for name in only:
-        require_choice("--only", name, tuple(every))
+        require(name in every, f"--only {name!r}: expected one of {'; '.join(map(repr, every))}")
     return [name for name in every if not only or name in only]
 
 

@@ -472,6 +472,8 @@ def train(
                 record = {"step": done} | dict(
                     zip((*Loss._fields, "gradient_norm"), mean_of_all(values).tolist(), strict=True)
                 )
+                if model.config.latent.kind == "chain":  # its loss is not split
+                    record |= {"reconstruction": None, "kl": None}
                 record |= {"learning_rate": learning_rate(training, step), "tokens_per_second": tokens / (now - last_time)}
                 record |= {"seconds": now - started}
                 every = max(training.log_every, training.steps // 20)  # some twenty times in a run
