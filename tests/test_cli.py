@@ -719,7 +719,7 @@ def test_a_damaged_or_foreign_model_is_one_line(how, run, here):
     damage(run, how)
     for words in (("sample", run), ("evaluate", run, "--data", "rows.npy")):
         said = refused(*words, folder=here)
-        assert "config.json" in said or "model.safetensors" in said
+        assert "config.json" in said or "model.safetensors" in said or (how == "no config" and "not finished" in said)
 
 
 def test_a_folder_that_holds_a_run_is_not_trained_into(trained, run, here):

@@ -16,7 +16,7 @@ from helpers import (
 )
 from vmd.data import Law, law
 from vmd.latent import standard_normal
-from vmd.metrics import FLOOR, accuracy, empirical, kl_to, one_step_probabilities, sequence_ids
+from vmd.metrics import FLOOR, accuracy, empirical, kl_to, one_step_probabilities, sequence_ids, share_error
 
 THREE = Law(
     "three", torch.tensor([[2, 0], [0, 1], [1, 1]]), torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64), vocab_size=3
@@ -209,3 +209,10 @@ def test_the_kl_is_never_below_minus_log_accuracy():
     tokens = model.sample(20_000, generator=seeded()).tokens
     q = empirical(tokens, known)
     assert kl_to(known, q) >= -math.log(accuracy(tokens, known) / 100)
+
+
+@pytest.mark.parametrize("count", [20, 1_000])
+def test_the_error_of_a_share_is_the_binomial_one_and_never_zero(count):
+    assert share_error(0.5, count) == pytest.approx((0.25 / (count + 4)) ** 0.5)
+    assert 0 < share_error(0.0, count) == pytest.approx(share_error(1.0, count))
+    assert share_error(0.0, count) < share_error(0.5, count)

@@ -20,6 +20,7 @@ from vmd import figures, puzzle_table
 from vmd.config import ModelConfig, RunConfig, from_dict, to_dict
 from vmd.data.sudoku import Layout, Puzzles, draw_puzzles, load_puzzles
 from vmd.figures import draw_sudoku
+from vmd.metrics import share_error
 from vmd.model import VMD
 from vmd.puzzle_table import (
     FULL,
@@ -169,7 +170,7 @@ def test_whole_grids_are_valid_or_not():
     assert [(row["setting"]["steps"], row["setting"]["n"]) for row in rows] == [(1, 200), (16, 200)]
     for row in rows:
         assert close(row["value"], 75)
-        assert close(row["stderr"], 100 * math.sqrt(0.75 * 0.25 / 200))
+        assert close(row["stderr"], 100 * share_error(0.75, 200))
 
 
 def test_z_is_drawn_in_both_ways_where_it_makes_a_difference():
@@ -193,7 +194,7 @@ def test_accuracy_is_by_the_rules_with_the_clues_kept_in_either_layout(pair):
     model = saying(some_right, layout)
     rows = accuracy_rows(model, SMALL, "logic", cases, 20)
     assert [row["value"] for row in rows] == [60, 60]
-    assert close(rows[0]["stderr"], 100 * math.sqrt(0.6 * 0.4 / 20))
+    assert close(rows[0]["stderr"], 100 * share_error(0.6, 20))
     for case, asked, row in zip(cases, model.asked, rows, strict=True):
         assert case.items() <= asked.items()
         assert case.items() <= row["setting"].items()

@@ -30,6 +30,7 @@ from vmd.terminal import (
     prompt_row,
     say,
     several_processes,
+    short,
     show,
     trained_fixed,
     usual_z,
@@ -284,7 +285,7 @@ def train_run(
             text = ""
             if record is not None:
                 kl = "" if record["kl"] is None else f" kl {record['kl']:.4f}"
-                text = f"{loss} {record['total']:.4f}{kl} (nats per token), {record['tokens_per_second']:,.0f} tokens/s"
+                text = f"{loss} {record['total']:.4f}{kl}, {short(record['tokens_per_second'])} tokens/s"
             update(done, text)
             for board in boards:
                 board.show(done, record)

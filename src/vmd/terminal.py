@@ -129,6 +129,14 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return tuple(range(numbers[0]))
 
 
+def short(number: float) -> str:
+    """2434371 -> 2.43M."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
 def describe(counts: dict[str, int]) -> str:
     parts = [f"{name} {count:,}" for name, count in counts.items() if count]
     return f"parameters: {', '.join(parts)}, total {sum(counts.values()):,}"
