@@ -161,7 +161,7 @@ def test_bad_requests_get_one_line(words, named, tmp_path):
     assert named in refused("bench", *words, "--device", "cpu", folder=tmp_path)
 
 
-# What `--fast` chooses
+# What is chosen for speed
 
 
 def of_heads(size: int, blocks: int = 64, **training) -> RunConfig:
@@ -193,3 +193,12 @@ def test_what_was_set_is_not_chosen_again():
 def test_heads_that_the_kernels_do_not_know_are_named():
     with pytest.raises(InvalidInput, match="heads of size 24: expected one of 32, 64, 128"):
         check_attention(TrainingConfig(attention="fused"), of_heads(24).model)
+
+
+@pytest.mark.parametrize(
+    ("capability", "attention"), [((8, 0), "dense"), ((8, 9), "dense"), ((9, 0), "fused"), ((10, 0), "fused")]
+)
+def test_kernels_are_chosen_where_their_tiles_fit(capability, attention, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    assert fast_settings(of_heads(32), "cuda")["attention"] == attention

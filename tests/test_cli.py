@@ -841,6 +841,23 @@ def test_places_that_cannot_hold_scores_are_refused_at_once(words, run, here):
     assert words.split()[0] in refused("evaluate", run, "--data", "rows.npy", *words.split(), folder=here)
 
 
+@pytest.mark.parametrize(
+    ("trained", "z"),
+    [
+        ([], "fresh"),
+        (["objective.masking=steps", "objective.steps=1,2"], "fresh"),
+        (["objective.masking=steps", "objective.steps=1"], "once"),
+        (["objective.masking=steps", "objective.steps=1,2", "objective.z=once"], "once"),
+        (["model.latent.kind=gaussian"], "once"),
+    ],
+)
+def test_z_is_drawn_as_it_was_trained(trained, z, here):
+    succeeds("train", "poker", "--out", "run", *settings("training.steps=1", "training.batch_size=4", *trained))
+    assert f"z {z}" in succeeds("sample", "run", "-n", "1", "--steps", "2").err
+    assert "z once" in succeeds("sample", "run", "-n", "1").err  # in one step there is no difference
+    assert f"z {z}" in succeeds("evaluate", "run", "--data", "poker", "--steps", "2", "--n", "4", "--rows", "4").out
+
+
 def test_one_can_watch_a_sample_appear(run):
     done = succeeds("sample", run, "-n", "2", "--steps", "2", "--watch")
     plain = succeeds("sample", run, "-n", "2", "--steps", "2")

@@ -247,13 +247,18 @@ def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
     if device != "cuda":
         return {}
     model = run.model
-    skips = model.blocks > 1 and model.length >= 64 and model.width // model.heads in KERNEL_HEADS
+    skips = model.blocks > 1 and model.length >= 64 and model.width // model.heads in KERNEL_HEADS and kernels_known_here()
     return {
         "capture": world_size() == 1,
         "compile": 3 * forward_flops(model) * run.training.batch_size * run.training.steps > 1e16,
         "precision": "bf16" if model.width >= 128 else "tf32",
         "attention": "fused" if skips else "dense",
     }
+
+
+def kernels_known_here() -> bool:
+    """The kernels' tiles need the shared memory of a Hopper GPU or newer; on others they must be asked for."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
 
 
 def uncompiled(way: str) -> str:
