@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from vmd.attention import Visibility, attend, of_first_queries, visibility
+from vmd.attention import Visibility, attend, attend_few, of_first_queries, visibility
 from vmd.bench import RandomTokens
-from vmd.config import RunConfig, override_all
-from vmd.data import ArrayData
+from vmd.config import ObjectiveConfig, RunConfig, override_all
+from vmd.data import ArrayData, load_data
+from vmd.data.sudoku import SudokuData, draw_puzzles
 from vmd.data.synthetic import law
 from vmd.ensemble import Ensemble
 from vmd.model import VMD
@@ -102,6 +104,7 @@ def text_like(*settings: str) -> RunConfig:
         ["model.latent.kind=gaussian", "model.latent.prior=learned", "objective.samples=2"],
         ["model.latent.kind=categorical", "model.latent.codes=8"],
         ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.code_layers=1"],
+        ["model.latent.kind=chain", "model.latent.codes=8"],
         ["model.latent.kind=none", "training.optimizer=muon", "training.accumulate=2", "training.ema=0.9"],
     ],
     ids=lambda settings: " ".join(s.rpartition(".")[2] for s in settings),
@@ -180,6 +183,7 @@ def test_tiles_and_their_gradients_are_the_dense_mask_s(length, r, own_clean_blo
         ["model.latent.kind=gaussian", "model.latent.prior=learned"],
         ["model.latent.kind=categorical", "model.latent.codes=8"],
         ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.code_layers=1"],
+        ["model.latent.kind=chain", "model.latent.codes=8"],
     ],
     ids=lambda settings: " ".join(s.rpartition(".")[2] for s in settings),
 )
@@ -195,12 +199,51 @@ def test_recorded_samples_are_the_plain_ones(settings, rule, order, z):
     assert bool((recorded.tokens.cpu() == prompt)[prompt >= 0].all())
 
 
+@pytest.mark.parametrize("kind", ["none", "categorical"])
+def test_samples_are_recorded_unasked_and_equal_the_uncached_ones(kind):
+    model = VMD(text_like(f"model.latent.kind={kind}").model).cuda().eval()
+    by_default, uncached = (model.sample(20, seeds=list(range(20)), rule="argmax", cache=cache) for cache in (True, False))
+    assert (by_default.tokens == uncached.tokens).float().mean() > 0.98  # equal but for ties of rounding
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("tq", "tk"), [(1, 16), (4, 40), (8, 256), (16, 4096)])
+def test_attention_of_few_queries_equals_the_kernel(tq, tk, masked):
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, 3, t, 32, device="cuda", generator=generator) for t in (tq, tk, tk))
+    visible = torch.arange(tk, device="cuda") <= torch.arange(tq, device="cuda").unsqueeze(1) + tk // 2 if masked else None
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible)
+    torch.testing.assert_close(attend_few(q, k, v, visible), exact.float(), atol=1e-5, rtol=1e-5)
+
+
 def test_a_desk_serves_many_calls():
     model = VMD(text_like("model.latent.kind=categorical").model).cuda().eval()
     desk = model.desk(8, record=True)
     first, other, again = (model.sample(8, desk=desk, seeds=list(range(s, s + 8))).tokens for s in (0, 50, 0))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("name", ["law", "array", "puzzles", "text"])
+def test_a_batch_is_drawn_without_waiting_for_the_device(name, tmp_path):
+    run = RunConfig(objective=ObjectiveConfig(masking="steps", steps=(1, 2)))
+    if name == "law":
+        data = law("d1")
+    elif name == "array":
+        data = ArrayData(torch.randint(300, (50, 6), generator=torch.Generator().manual_seed(0)).numpy())
+    elif name == "puzzles":
+        data, run = SudokuData(draw_puzzles(20, "any", 0, 2)), RunConfig()
+    else:
+        (tmp_path / "text.txt").write_text("the history of science " * 100)
+        data = load_data(str(tmp_path / "text.txt"), 0, length=16, tokenizer="char", split="train")
+    model = VMD(run.model.resolved(data.length, data.vocab_size)).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for step in range(2):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first puts the data on the device
+        try:
+            draw_batch(model, data, run.objective, step, 8, None, generator)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_an_array_is_kept_on_the_device():

@@ -19,6 +19,13 @@ class Rows(NamedTuple):
         return x.narrow(dim, self.start, self.stop - self.start)
 
 
+def send(x: Tensor, device: str | torch.device | None) -> Tensor:
+    """To the device, without waiting for what it is still doing, as a copy from ordinary memory would."""
+    if device is None or torch.device(device).type != "cuda" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 class Masks(NamedTuple):
     """What a step of the sampler sees and what it is asked. With a dimension of steps, (B, J, L), the J steps of one z."""
 
@@ -134,7 +141,7 @@ def draw_steps(
     u, scores = draw_uniforms(rows or Rows(0, batch, batch), blocks, block_size, generator, device)
     u = u * len(choices)
     chosen = u.long().clamp(max=len(choices) - 1)
-    steps = torch.tensor(choices, device=device)[chosen]  # (B, blocks)
+    steps = send(torch.tensor(choices), device)[chosen]  # (B, blocks)
     rank = scores.masked_fill(~maskable, 2.0).argsort(-1).argsort(-1)
     m = maskable.sum(-1)
     if whole:

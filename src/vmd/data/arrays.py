@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, require
-from vmd.masking import Rows
+from vmd.masking import Rows, send
 
 ON_DEVICE = 2**31  # tokens up to which an array is kept on the GPU that trains on it
 
@@ -58,8 +58,8 @@ class ArrayData:
             if str(device) not in self._kept:
                 small = np.uint8 if self.vocab_size <= 256 else np.int32
                 self._kept = {str(device): torch.from_numpy(self.tokens.astype(small)).to(device)}
-            return self._kept[str(device)][torch.from_numpy(index).to(device)].long()
-        return torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64)).to(device)
+            return self._kept[str(device)][send(torch.from_numpy(index), device)].long()
+        return send(torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64)), device)
 
     def __len__(self) -> int:
         return len(self.tokens)

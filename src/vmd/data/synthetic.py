@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, require
-from vmd.masking import Rows
+from vmd.masking import Rows, send
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Law:
 
     def draw(self, count: int, *, generator: torch.Generator | None = None, device=None) -> Tensor:
         """(count, L) independent sequences."""
-        cumulative = self.probabilities.to(device).cumsum(0)
+        cumulative = send(self.probabilities, device).cumsum(0)
         u = torch.rand(count, generator=generator, device=device, dtype=torch.float64) * cumulative[-1]
         index = torch.searchsorted(cumulative, u, right=True).clamp(max=len(self.sequences) - 1)
-        return self.sequences.to(device)[index]
+        return send(self.sequences, device)[index]
 
     def batch(
         self, step: int, size: int, *, rows: Rows | None = None, generator: torch.Generator | None = None, device=None

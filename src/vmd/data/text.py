@@ -31,7 +31,7 @@ from torch import Tensor
 from vmd.config import InvalidInput, require, require_choice, require_range
 from vmd.data.arrays import ON_DEVICE, EpochOrder
 from vmd.files import claimed, make_folder, read_json, write_atomically
-from vmd.masking import Rows
+from vmd.masking import Rows, send
 
 FORMAT = "vmd-text-1"
 SPLITS = ("train", "validation", "test")
@@ -753,11 +753,11 @@ class TextData:
     def _chunks(self, index: np.ndarray, device) -> Tensor:
         starts, within = self._starts[index], np.arange(self.length)
         if not self._keeps(device):
-            return torch.from_numpy(self.tokens[starts[:, None] + within].astype(np.int64)).to(device)
+            return send(torch.from_numpy(self.tokens[starts[:, None] + within].astype(np.int64)), device)
         if str(device) not in self._kept:
             wide = self.tokens.dtype.itemsize > 1
             self._kept = {str(device): torch.from_numpy(self.tokens.view(np.int16) if wide else self.tokens).to(device)}
-        places = torch.from_numpy(starts).to(device)[:, None] + torch.from_numpy(within).to(device)
+        places = send(torch.from_numpy(starts), device)[:, None] + torch.arange(self.length, device=device)
         return self._kept[str(device)][places].long() & 0xFFFF  # GPUs index int16, not uint16
 
     def _keeps(self, device) -> bool:
