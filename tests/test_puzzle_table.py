@@ -271,7 +271,10 @@ def test_every_system_has_a_model_of_its_boards(quick):
         assert run.model.prompt == (layout.cells + 1 if layout.pair else 0)
         assert (run.data.layout == "pair") is layout.pair
         assert run.data.name == system.trained_on
-        assert run.training.steps == (QUICK if quick else FULL).steps[system.trained_on]
+        assert (
+            run.training.steps
+            == (QUICK if quick else FULL).steps["pair" if run.data.layout == "pair" else system.trained_on]
+        )
         run.objective.check(run.model)
 
 
@@ -335,6 +338,7 @@ TINY = replace(
         "training.checkpoint_every=1",
     ),
     sizes={"logic": (40, 8), "any": (40, 6), "multi": (40, 4), "grid": (40, 4)},
+    fewer=3,
     steps_per_block=(1, 5),
     looks=2,
     looked_at=5,
@@ -420,6 +424,12 @@ def test_what_is_measured_of_a_system_is_what_its_row_is_for(whole):
     assert kinds("several solutions, codes", "z") == kinds("whole grids, Gaussian", "z") == {"once", "fresh"}
     assert kinds("several solutions, no z", "z") == {"once"}
     assert kinds("whole grids, no z", "steps") == {1, 5, 16}
+    assert kinds("the paper's VMD", "z") == {"once", "fresh"}
+    for setting in (
+        row["setting"] for row in rows_of(whole.results, "the paper's VMD") if row["setting"]["data"] == "logic"
+    ):
+        the_paper_s = setting["order"] in ("prob", "margin") and setting["steps"] == 5 and setting["z"] == "once"
+        assert setting["n"] == (8 if the_paper_s else 3)
 
 
 def test_a_filling_puzzle_keeps_its_clues_and_ends_full(whole):

@@ -79,9 +79,10 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Budget:
-    steps: dict[str, int]  # of training, by what is trained on
+    steps: dict[str, int]  # of training, by what is trained on; of the paper's 164 tokens apart
     settings: tuple[str, ...]
     sizes: dict[str, tuple[int, int]]  # puzzles to train on and to test on, by kind
+    fewer: int  # puzzles for ways to decode that are not the paper's
     steps_per_block: tuple[int, ...]
     looks: int  # points of a training curve
     looked_at: int  # puzzles of each
@@ -91,7 +92,7 @@ class Budget:
 
 
 FULL = Budget(
-    steps={"logic": 20_000, "any": 60_000, "multi": 10_000, "grid": 10_000},
+    steps={"logic": 20_000, "pair": 10_000, "any": 60_000, "multi": 10_000, "grid": 10_000},
     settings=(),
     sizes={
         "logic": (1_800_000, 10_000),
@@ -100,6 +101,7 @@ FULL = Budget(
         "multi": (500_000, 2_000),
         "grid": (500_000, 100),
     },
+    fewer=2_000,
     steps_per_block=(1, 2, 5, 10, 20, 40),
     looks=20,
     looked_at=1_000,
@@ -109,9 +111,10 @@ FULL = Budget(
 )
 SMALL = ("model.layers=2", "model.heads=4", "model.width=64", "model.latent.encoder_layers=2", "model.latent.dim=32")
 QUICK = Budget(  # 4x4 boards
-    steps={"logic": 300, "any": 300, "multi": 300, "grid": 300},
+    steps={"logic": 300, "pair": 300, "any": 300, "multi": 300, "grid": 300},
     settings=(*SMALL, "training.batch_size=128", "training.warmup_steps=20", "training.learning_rate=1e-2"),
     sizes={"logic": (2_000, 300), "any": (2_000, 300), "multi": (2_000, 100), "grid": (2_000, 10)},
+    fewer=300,
     steps_per_block=(1, 2, 5, 10),
     looks=5,
     looked_at=100,
@@ -153,7 +156,9 @@ def split_small(puzzles: Puzzles, test: int) -> tuple[Puzzles, Puzzles]:
 
 
 def planned(system: System, budget: Budget, quick: bool, overrides: list[str], device: str) -> RunConfig:
-    run = override_all(preset(system.preset), [f"training.steps={budget.steps[system.trained_on]}"])
+    run = preset(system.preset)
+    steps = budget.steps["pair" if run.data.layout == "pair" else system.trained_on]
+    run = override_all(run, [f"training.steps={steps}"])
     small = [s for s in budget.settings if run.model.has_latent or not s.startswith("model.latent")]
     if not run.model.latent.encoder_layers:
         small = [s for s in small if not s.startswith("model.latent.encoder_layers")]
@@ -309,13 +314,17 @@ def measure(system: System, model: VMD, sets: dict, budget: Budget) -> list[dict
         tested = sets[kind][1]
         n = min(len(tested), budget.sizes[kind][1])
         cases = [{"order": o, "steps": c} for o in ORDERS for c in counts]
-        if kind != "logic":
-            cases = [case for case in cases if case["order"] in ("prob", "margin") and case["steps"] in (5, 10, 20)]
-        cases += [{"order": o, "steps": c, "revise": True} for o in ("prob", "margin") for c in {most, counts[-1]}]
+        main = [case for case in cases if case["order"] in ("prob", "margin") and case["steps"] in (5, 10, 20)]
+        main += [{"order": o, "steps": most, "revise": True} for o in ("prob", "margin")]
+        other = [case for case in cases if case not in main] if kind == "logic" else []
+        other += [{"order": o, "steps": counts[-1], "revise": True} for o in ("prob", "margin") if counts[-1] > most]
+        if model.config.has_latent:
+            other += [{"order": o, "steps": c, "z": "fresh"} for o in ("prob", "margin") for c in counts if c in (5, 10, 20)]
         if system.preset == "sudoku-gpt2":
             many = min(50, model.config.block_size)
-            cases += [{"order": o, "steps": many, "order_noise": 0.5} for o in ("prob", "margin")]  # Kim et al. 2025
-        rows += accuracy_rows(model, tested, kind, cases, n)
+            main += [{"order": o, "steps": many, "order_noise": 0.5} for o in ("prob", "margin")]  # Kim et al. 2025
+        rows += accuracy_rows(model, tested, kind, main, n)
+        rows += accuracy_rows(model, tested, kind, other, min(n, budget.fewer))
         if in_place:
             rows += [r for revise in (False, True) for r in try_rows(model, tested, kind, n, most, budget.tries, revise)]
     return rows

@@ -237,9 +237,10 @@ def percent(found: dict | None) -> str:
 
 
 def plain_rows(results: dict) -> list[dict]:
-    """One try, nothing revised, a greedy order."""
+    """One try with one z, nothing revised, a greedy order."""
     marks = ("revise", "order_noise", "tries")
-    return [r for r in results["rows"] if r["metric"] == "solved" and not any(r["setting"].get(m) for m in marks)]
+    rows = [r for r in results["rows"] if r["metric"] == "solved" and not any(r["setting"].get(m) for m in marks)]
+    return [r for r in rows if r["setting"]["z"] == "once"]
 
 
 def sudoku_table(results: dict) -> Table:
@@ -276,9 +277,8 @@ def sudoku_kinds(results: dict) -> Table:
     lines = []
     for r in rows:
         s = r["setting"]
-        special = (
-            "revising" if s.get("revise") else f"noise {s['order_noise']:g} on the order" if s.get("order_noise") else ""
-        )
+        special = "revising" if s.get("revise") else "z drawn at every step" if s["z"] == "fresh" else ""
+        special += f"noise {s['order_noise']:g} on the order" if s.get("order_noise") else ""
         if s["data"] != "logic" or special:
             lines.append([r["system"], s["data"], s["order"], str(s["nfe"]), special, percent(r)])
     return ["system", "puzzles", "order", "NFE", "", "solved"], lines
