@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from command import vmd
 from helpers import NO_LATENT, gaps, latent, random_tokens, tiny_config, tiny_model
 from vmd.config import InvalidInput, ModelConfig
 from vmd.masking import apply_mask, draw_masks
@@ -308,3 +309,24 @@ def test_an_empty_prompt_gives_no_samples_or_is_refused():
 def test_the_number_of_seeds_must_be_the_number_of_rows():
     with pytest.raises(InvalidInput, match="2 seeds"):
         tiny_model().sample(3, seeds=[1, 2])
+
+
+def test_a_model_that_comes_with_the_library_is_known_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("vmd.model.SHIPPED", tmp_path / "weights")
+    monkeypatch.chdir(tmp_path)
+    ours, own = tiny_model(4, 2, seed=1), tiny_model(4, 2, seed=2)
+    halves = {name: w.bfloat16() for name, w in ours.state_dict().items()}
+    ours.save_pretrained(tmp_path / "weights" / "toy", halves)
+    found = VMD.from_pretrained("toy")
+    assert all(torch.equal(w, halves[name].float()) for name, w in found.state_dict().items())
+    with pytest.raises(InvalidInput, match=r"ty: expected a model folder .*, or one that comes with vmd: toy"):
+        VMD.from_pretrained("ty")
+    own.save_pretrained("toy")  # a folder of that name comes first
+    assert torch.equal(some_logits(VMD.from_pretrained("toy")), some_logits(own))
+
+
+def test_a_command_takes_a_model_that_comes_with_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr("vmd.model.SHIPPED", tmp_path / "weights")
+    tiny_model(4, 2).save_pretrained(tmp_path / "weights" / "toy")
+    assert len(vmd("sample", "toy", "--n", 3, "--device", "cpu").out.splitlines()) == 3
+    assert vmd("sample", "toys", "--device", "cpu").code == 2

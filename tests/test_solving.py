@@ -366,5 +366,7 @@ def test_mistakes_are_one_line(folder, words, said):
 def test_a_missing_solver_is_one_line(folder, monkeypatch):
     monkeypatch.setattr(solving, "SHIPPED", folder / "none")
     assert "--model" in refused("solve", LINE, "--device", "cpu", folder=folder)
-    monkeypatch.setattr(solving, "SHIPPED", folder / "small")
+    (folder / "weights").mkdir()
+    (folder / "small").rename(folder / "weights" / "sudoku")
+    monkeypatch.setattr(solving, "SHIPPED", folder / "weights")
     assert vmd("solve", LINE, "--device", "cpu", "--steps", 4).code == 1

@@ -60,7 +60,7 @@ def version(
 
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Override a field: section.field=value. Repeatable.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd train`.")]
+Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd train`, or a model that comes with vmd.")]
 
 
 @app.command()
@@ -339,21 +339,22 @@ def sample(
     import torch
 
     from vmd.distributed import gather_rows, my_share, rank
-    from vmd.model import VMD
+    from vmd.model import VMD, model_folder
     from vmd.training import step_seed
 
     require(n >= 1, f"--n {n}: expected at least 1")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
-    loaded = VMD.from_pretrained(model, device=pick_device(device))
+    folder = model_folder(model)
+    loaded = VMD.from_pretrained(folder, device=pick_device(device))
     config = loaded.config
     rule = rule or ("argmax" if config.latent.kind == "gaussian" else "sample")
-    z = z or (usual_z(Path(model), config) if steps > 1 else "once")
+    z = z or (usual_z(folder, config) if steps > 1 else "once")
     deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
     if prompt is not None and deaf:
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
-    if prompt is None and trained_fixed(Path(model)):
-        say(f"note: this model was trained with positions {trained_fixed(Path(model))} given; use --prompt to give them")
-    tokenizer = model_tokenizer(Path(model))
+    if prompt is None and trained_fixed(folder):
+        say(f"note: this model was trained with positions {trained_fixed(folder)} given; use --prompt to give them")
+    tokenizer = model_tokenizer(folder)
     row = prompt_row(prompt, infill, config, tokenizer)
     if out is not None:
         check_array_path(out)
@@ -434,7 +435,7 @@ def evaluate(
     from vmd.distributed import rank
     from vmd.evaluation import diagnose_model, evaluate_model, evaluate_puzzles
     from vmd.files import write_atomically
-    from vmd.model import VMD
+    from vmd.model import VMD, model_folder
     from vmd.progress import progress_bar
     from vmd.tables import print_table
 
@@ -455,11 +456,12 @@ def evaluate(
         require(plot.parent.is_dir(), f"--plot {plot}: no such folder {plot.parent}")
         require(not plot.is_dir(), f"--plot {plot}: expected a file, found a folder")
         pyplot()
-    loaded = VMD.from_pretrained(model, device=pick_device(device))
-    z = z or (usual_z(Path(model), loaded.config) if max(counts) > 1 else "once")
-    loaded_data = data_to_score(Path(model), loaded, data, split)
+    folder = model_folder(model)
+    loaded = VMD.from_pretrained(folder, device=pick_device(device))
+    z = z or (usual_z(folder, loaded.config) if max(counts) > 1 else "once")
+    loaded_data = data_to_score(folder, loaded, data, split)
     if fixed is None:
-        fixed = trained_fixed(Path(model))
+        fixed = trained_fixed(folder)
         if fixed:
             say(f"positions {fixed} are given, as in training; --fixed says otherwise")
     with progress_bar(f"vmd evaluate {model}, percent", 100) as update:

@@ -17,6 +17,17 @@ from vmd.objective import ChainCodes, Codes, Loss, code_objective, objective
 from vmd.sampling import Desk, Samples, check_prompt, sample
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+SHIPPED = Path(__file__).with_name("weights")  # models that come with the library
+
+
+def model_folder(name: str | Path) -> Path:
+    """A folder as it is, or a model that comes with the library by its name."""
+    shipped = {path.name: path for path in SHIPPED.glob("*") if path.is_dir()}
+    if Path(name).exists() or str(name) not in shipped:
+        also = f", or one that comes with vmd: {', '.join(sorted(shipped))}" if shipped else ""
+        require(Path(name).is_dir(), f"{name}: expected a model folder with {CONFIG_FILE} and {WEIGHTS_FILE}{also}")
+        return Path(name)
+    return shipped[str(name)]
 
 
 class VMD(nn.Module):
@@ -189,8 +200,8 @@ class VMD(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: str | torch.device = "cpu") -> "VMD":
-        folder = Path(folder)
-        require(folder.is_dir(), f"{folder}: expected a model folder with {CONFIG_FILE} and {WEIGHTS_FILE}")
+        """From a folder, or by name one that comes with the library."""
+        folder = model_folder(folder)
         unfinished = (folder / "run.json").is_file() and not (folder / CONFIG_FILE).is_file()
         require(not unfinished, f"{folder}: a run that is not finished: go on with `vmd train ... --resume`")
         described = read_json(folder / CONFIG_FILE)

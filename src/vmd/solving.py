@@ -18,7 +18,7 @@ from vmd.config import ModelConfig, require, require_range
 from vmd.data import sudoku_engine as engine
 from vmd.data.sudoku import Puzzles, Symmetry, check_digits, keeps_clues, load_puzzles, random_symmetry, valid
 from vmd.files import write_atomically
-from vmd.model import VMD
+from vmd.model import SHIPPED, VMD
 from vmd.progress import progress_bar
 from vmd.sampling import Chosen, Inputs, Noise, Rule, check_settings, choose, reveal_counts
 from vmd.tables import print_table
@@ -218,9 +218,6 @@ def board_text(grid: Tensor, puzzle: Tensor, wrong: bool = False) -> Text:
 # The command
 
 
-SHIPPED = Path(__file__).with_name("weights") / "sudoku"
-
-
 def solve_command(
     what: str, folder: str | None, device: str, batch: int, animate: Path | None, out: Path | None, options: dict[str, Any]
 ) -> bool:
@@ -236,8 +233,10 @@ def solve_command(
 
         pyplot()  # a missing matplotlib is better known before the solving
     if folder is None:
-        require(SHIPPED.is_dir(), "no solver came with this copy of vmd: give one with --model (`vmd train sudoku`)")
-    model = VMD.from_pretrained(SHIPPED if folder is None else folder, device=device)
+        require(
+            (SHIPPED / "sudoku").is_dir(), "no solver came with this copy of vmd: give one with --model (`vmd train sudoku`)"
+        )
+    model = VMD.from_pretrained(SHIPPED / "sudoku" if folder is None else folder, device=device)
     require(knows_boards(model.config), f"--model {folder}: expected a model of whole Sudoku boards")
     options = options | {"steps": min(20, model.config.length) if options["steps"] is None else options["steps"]}
     if not is_file:
