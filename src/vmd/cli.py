@@ -275,7 +275,7 @@ def train_run(
             stack.enter_context(board)
         update = stack.enter_context(progress_bar(f"vmd train {run.data.name}", run.training.steps))
 
-        loss = "surrogate" if run.model.has_latent and run.objective.masking != "steps" else "loss"
+        loss = "surrogate" if run.model.tokens_agree and run.objective.masking != "steps" else "loss"
 
         def on_step(done: int, record: dict | None) -> None:
             nonlocal started

@@ -90,6 +90,9 @@ class LatentConfig:
         return self.kind in ("categorical", "chain")
 
 
+DRAFT_REACH, DRAFT_EMBEDDING = 16, 64  # a token written in turn sees so many tokens before it, each as so many numbers
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """What the network is. One block: MDM, or VMD with a latent. Several blocks: BD3-LM, or block VMD with a latent."""
@@ -105,6 +108,9 @@ class ModelConfig:
     rotary: bool = True  # positions also turn queries and keys; off: learned absolute positions alone, as in GPT-2
     shifted: bool = False  # a token is predicted where the one before it stands, as in GPT-2; one block, no latent
     board: bool = False  # tokens are the cells of a square board: its rows, columns and boxes have embeddings
+    # Width of a small head by which the tokens of one step are written in turn, each in sight of those before it in its
+    # block; the network is still evaluated once for all of them. 0: all at once, blind to each other. Without a latent.
+    draft: int = 0
     latent: LatentConfig = field(default_factory=LatentConfig)
     symbols: tuple[str, ...] = ()  # what the token ids stand for, if they have names
 
@@ -134,6 +140,11 @@ class ModelConfig:
             not self.shifted or (self.latent.kind == "none" and self.block_size in (0, self.length)),
             "model.shifted=true: expected one block and no latent: the last token of a block would see the next one",
         )
+        require_range("model.draft", self.draft, 0, 65_536)
+        require(
+            not self.draft or (self.latent.kind == "none" and not self.shifted and self.block_size != 1),
+            f"model.draft={self.draft}: expected 0 with a latent, with shifted, and with blocks of one token",
+        )
         if self.board and self.length:
             whole = math.isqrt(math.isqrt(self.length)) ** 4 == self.length
             require(whole, f"model.board=true with length {self.length}: expected a square board, such as 16 or 81 cells")
@@ -154,6 +165,11 @@ class ModelConfig:
     @property
     def has_latent(self) -> bool:
         return self.latent.kind != "none"
+
+    @property
+    def tokens_agree(self) -> bool:
+        """Tokens of one step depend on each other: then training masks by counts or times is a surrogate, not a bound."""
+        return self.has_latent or self.draft > 0
 
     @property
     def z_reaches_later_blocks(self) -> bool:
@@ -227,8 +243,8 @@ class ObjectiveConfig:
         )
         require(not self.focal or not model.has_latent, f"objective.focal={self.focal}: expected 0 with a latent")
         require(
-            not self.score_entropy or not (model.has_latent or self.focal or self.masking == "steps"),
-            "objective.score_entropy=true: expected no latent, no focal weights, and masking other than steps: "
+            not self.score_entropy or not (model.tokens_agree or self.focal or self.masking == "steps"),
+            "objective.score_entropy=true: expected no latent, no draft, no focal weights, and masking other than steps: "
             "it has a bound of its own",
         )
         require(

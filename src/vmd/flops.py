@@ -1,6 +1,6 @@
 """How much work a model is: operations counted, not measured. Imports no torch."""
 
-from vmd.config import ModelConfig
+from vmd.config import DRAFT_EMBEDDING, DRAFT_REACH, ModelConfig
 
 
 def forward_flops(config: ModelConfig) -> float:
@@ -14,7 +14,7 @@ def forward_flops(config: ModelConfig) -> float:
     keys_values, rest = 4 * d * d, 4 * d * d + 4 * c.mlp_ratio * d * d  # per token: k and v; q, out and MLP
     pair = 4 * d  # per pair that sees each other
     block_causal = length * (length + r) / 2  # pairs of the clean stream
-    own, before = length * r, length * (length - r) / 2  # pairs of the noisy stream: in its block, with clean ones before
+    own, earlier = length * r, length * (length - r) / 2  # pairs of the noisy stream: in its block, with clean ones before
 
     def one_stream(layers: int, pairs: float) -> float:
         return layers * (length * (keys_values + rest) + pair * pairs)
@@ -24,13 +24,16 @@ def forward_flops(config: ModelConfig) -> float:
         return one_stream(layers, pairs) + one_stream(layers - 1, block_causal) + length * keys_values
 
     def network(layers: int) -> float:
-        return two_streams(layers, own + before) if blocks > 1 else one_stream(layers, own)
+        return two_streams(layers, own + earlier) if blocks > 1 else one_stream(layers, own)
 
     total = network(c.layers) + 2 * length * d * c.vocab_size
+    if c.draft:
+        before = min(r - 1, DRAFT_REACH) * DRAFT_EMBEDDING
+        total += 2 * length * c.draft * (d + before + c.draft + c.vocab_size)
     if z.kind == "gaussian":
         if z.encoder_layers:
             if z.encoder_stream == "doubled":
-                total += two_streams(z.encoder_layers, own + before + own)
+                total += two_streams(z.encoder_layers, own + earlier + own)
             elif z.encoder_sees_mask:
                 total += network(z.encoder_layers)
             else:
@@ -47,7 +50,7 @@ def forward_flops(config: ModelConfig) -> float:
         total += (length - blocks) * 4 * z.codes**2 if chain else 0  # from a token's codes to the next one's
         times = z.codes if z.code_layers else 1
         if z.code_layers:  # the noisy stream runs through the last layers for every code, not once
-            total += (z.codes - 1) * one_stream(z.code_layers, own + before)
+            total += (z.codes - 1) * one_stream(z.code_layers, own + earlier)
             total += z.codes * (1 if z.shared_modulation else z.code_layers) * blocks * 2 * 6 * d * d  # modulations
             total += (z.codes - 1) * 2 * length * d * c.vocab_size
         if z.head == "bilinear":

@@ -116,7 +116,7 @@ def marginal_nll(
     """
     config, mask_id = model.config, model.config.vocab_size
     if config.latent.kind == "none":
-        return targets_nll(model.denoise, x0, masks, mask_id, None).double()
+        return targets_nll(model.denoise, x0, masks, mask_id, None, drafts=config.draft > 0).double()
     if config.latent.coded:
         return -code_terms(model.codes, x0, masks, mask_id).double().log_joint().logsumexp(-1)
     posterior, prior = infer(model.encode, model.gaussian_prior, x0, masks, mask_id)
@@ -155,10 +155,13 @@ def confidence_order_nll(model: Scorable, x0: Tensor, steps: int, order: str, *,
         masked = torch.ones_like(rows, dtype=torch.bool)
         nll = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         for count in reveal_counts(torch.full((len(rows),), r, device=rows.device), steps):
-            logits = model.denoise(apply_mask(rows, masked, mask_id), rows, None)
+            xt = apply_mask(rows, masked, mask_id)
+            logits = model.denoise(xt, rows, None)
             score = confidence(logits.double().softmax(-1), order).masked_fill(~masked, -torch.inf)
             first = first_by(score.unflatten(-1, (-1, r)), count.unsqueeze(-1)).flatten(-2)
             revealed = masked & first
+            if config.draft:  # the order is chosen before the step writes anything
+                logits = model.denoise(xt, rows, torch.where(masked & ~revealed, mask_id, rows))
             log_p = logits.double().log_softmax(-1).gather(-1, rows.unsqueeze(-1)).squeeze(-1)
             nll -= (log_p * revealed).sum(-1)
             masked = masked & ~revealed

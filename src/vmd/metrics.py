@@ -61,7 +61,7 @@ def one_step_probabilities(
     """
     config, device = model.config, model.device
     sequences = sequences.to(device)
-    if config.latent.coded:
+    if config.latent.coded or config.draft:
         return nll_bound(model, sequences, 1, chunk=chunk // 16).neg().exp().cpu()
     length, r, blocks = config.length, config.block_size, config.blocks
     # The predictions for a sequence depend on its tokens before the last block only: one pass for each such prefix.

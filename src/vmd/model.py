@@ -14,7 +14,7 @@ from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import Masks
 from vmd.network import CodeFeatures, Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
 from vmd.objective import ChainCodes, Codes, Loss, code_objective, objective
-from vmd.sampling import Desk, Samples, check_prompt, sample
+from vmd.sampling import Desk, Draw, Samples, check_prompt, sample
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 SHIPPED = Path(__file__).with_name("weights")  # models that come with the library
@@ -109,6 +109,7 @@ class VMD(nn.Module):
             free_bits=free_bits,
             focal=focal,
             score_entropy=score_entropy,
+            drafts=self.config.draft > 0,
         )
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None:
@@ -181,12 +182,12 @@ class VMD(nn.Module):
         return Samples.concatenate(parts).first(wanted)
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters of the decoder's backbone (equal with and without z), of the latent pathway, the encoder and the
-        network of a learned prior."""
+        """Parameters of the decoder's backbone (equal with and without z), of the latent pathway or the draft head, of the
+        encoder and of the network of a learned prior."""
         counts = {"backbone": 0, "pathway": 0, "encoder": 0, "prior": 0}
         homes = {"encoder": "encoder", "prior_network": "prior"}
         for name, parameter in self.named_parameters():
-            part = "pathway" if "pathway." in name or ".modulation." in name else "backbone"
+            part = "pathway" if any(at in name for at in ("pathway.", ".modulation.", ".draft.")) else "backbone"
             counts[homes.get(name.split(".")[0], part)] += parameter.numel()
         return counts
 
@@ -280,7 +281,25 @@ class Predictor:
         return (self.block - before) * r + torch.arange((1 + before) * r, device=self.block.device)
 
     def _logits(self, canvas: Tensor, z: Tensor | None) -> Tensor:
+        if self.model.config.draft:
+            return self._draft_logits(canvas, self._of_block(self.model.decoder.features(canvas, canvas, None)))
         return self._of_block(self.model.denoise(canvas, canvas, z))
+
+    def _draft_logits(self, canvas: Tensor, h: Tensor) -> Tensor:
+        """Before the step writes anything; the features are kept for `write`."""
+        self.features = h
+        return self.model.decoder.logits(h, self._of_block(canvas))
+
+    def write(self, known: Tensor, writes: Tensor, draw: Draw) -> Tensor:
+        """The block (B, r) after the last prediction's step has written where it `writes`, each in sight of those before."""
+        decoder, draft = self.model.decoder, self.model.decoder.draft
+        assert draft is not None
+        logits, features, known = decoder.head(self.features), draft.features(self.features), known.clone()
+        for place in range(known.shape[1]):
+            windows = draft.windows(known[:, : place + 1])[:, -1]
+            token = draw(logits[:, place] + draft(features[:, place], windows), place)
+            known[:, place] = torch.where(writes[:, place], token, known[:, place])
+        return known
 
     def _gaussian_prior(self, canvas: Tensor) -> Gaussian:
         return self.model.gaussian_prior(canvas, canvas)
@@ -367,9 +386,9 @@ class CachedPredictor(Predictor):
             else z.index_select(1, self.block - self.joined + torch.arange(1 + self.joined, device=z.device))
         )
         tokens = self._tokens(canvas, self.cache)
-        return self.model.decoder.forward_blocks(tokens, blocks, self.cache, clean=self.joined)[
-            :, -self.model.config.block_size :
-        ]
+        h = self.model.decoder.forward_blocks(tokens, blocks, self.cache, clean=self.joined)
+        h = h[:, -self.model.config.block_size :]
+        return self._draft_logits(canvas, h) if self.model.config.draft else self.model.decoder.head(h)
 
     def _gaussian_prior(self, canvas: Tensor) -> Gaussian:
         if self.model.prior_network is None or self.prior_cache is None:

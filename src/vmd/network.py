@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vmd.attention import CleanPrefix, Fused, KVCache, Visibility, Visible, attend, of_first_queries
-from vmd.config import ModelConfig
+from vmd.config import DRAFT_EMBEDDING, DRAFT_REACH, ModelConfig
 from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import apply_mask
 from vmd.objective import ChainCodes, Codes
@@ -264,6 +264,32 @@ class CodeFeatures(NamedTuple):
     prior: Categorical | CodeChain  # log_probs (B, C, K); biases (B, C, r, K)
 
 
+class DraftHead(nn.Module):
+    """The tokens of a step one after the other: what the tokens before a place in its block add to its logits.
+
+    The trunk is evaluated once for all of them; only this small network runs for one token after the other.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.reach = min(config.block_size - 1, DRAFT_REACH)
+        self.outside = config.vocab_size + 1
+        self.token = nn.Embedding(config.vocab_size + 2, DRAFT_EMBEDDING)  # also [MASK], unknown, and outside of the block
+        self.features = nn.Linear(config.width, config.draft)
+        self.before = nn.Linear(self.reach * DRAFT_EMBEDDING, config.draft, bias=False)
+        self.mix = nn.Linear(config.draft, config.draft)
+        self.out = nn.Linear(config.draft, config.vocab_size, bias=False)
+
+    def windows(self, known: Tensor) -> Tensor:
+        """(B, C, r) tokens of blocks -> (B, C, r, reach): those before each place."""
+        return F.pad(known, (self.reach, 0), value=self.outside).unfold(-1, self.reach, 1)[..., :-1, :]
+
+    def forward(self, features: Tensor, windows: Tensor) -> Tensor:
+        """`self.features` of h, (..., R), and tokens (..., reach) -> (..., V)."""
+        x = F.gelu(features + self.before(self.token(windows).flatten(-2)), approximate="tanh")
+        return self.out(F.gelu(self.mix(x), approximate="tanh"))
+
+
 class Decoder(nn.Module):
     """p(x0 | xt^b, x0^{<b}, z^b). With `latent.on_clean`, z^{<b} reaches block b too, through the clean stream."""
 
@@ -277,6 +303,7 @@ class Decoder(nn.Module):
         self.pathway: LatentPathway | CodePathway | None = None
         if config.has_latent:
             self.pathway = LatentPathway(config) if kind == "gaussian" else CodePathway(config)
+        self.draft = DraftHead(config) if config.draft else None
         self.pool = MeanPool()
         if config.blocks > 1:
             self.visible = Visibility(config.length, config.block_size, own_clean_block=False)
@@ -284,11 +311,25 @@ class Decoder(nn.Module):
     def forward(self, xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
         """Logits (B, L, V) of every noisy position, from one pass over the doubled sequence [xt ; x0].
 
-        With one block there is no clean prefix: the pass runs on xt alone.
+        Where tokens are written in turn, z (B, L) are those known by the end of the step, [MASK] elsewhere; None: as in xt.
         """
         if self.config.latent.coded:
             assert z is not None, "a model of codes needs them"
             return self.code_logits(self.code_features(xt, x0), z.long())
+        if self.draft is not None:
+            return self.logits(self.features(xt, x0, None), xt if z is None else z)
+        return self.head(self.features(xt, x0, z))
+
+    def logits(self, h: Tensor, known: Tensor) -> Tensor:
+        """Of whole blocks (B, n r), of which these tokens are known."""
+        logits = self.head(h)
+        if self.draft is None:
+            return logits
+        windows = self.draft.windows(known.unflatten(1, (-1, self.config.block_size))).flatten(1, 2)
+        return logits + self.draft(self.draft.features(h), windows)
+
+    def features(self, xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
+        """What the logits are made of, (B, L, D). With one block there is no clean prefix: the pass runs on xt alone."""
         length, blocks = self.config.length, self.config.blocks
         positions = torch.arange(length, device=xt.device)
         condition = None if z is None else self.condition(z)
@@ -300,7 +341,7 @@ class Decoder(nn.Module):
         return self._run(doubled, positions.repeat(2), self.visible(), condition, None, keep=length)
 
     def forward_blocks(self, tokens: Tensor, z: Tensor | None, cache: KVCache, *, clean: int) -> Tensor:
-        """Logits of some blocks (B, n r) behind the cached clean prefix, the first `clean` of them finished ones.
+        """Features of some blocks (B, n r) behind the cached clean prefix, the first `clean` of them finished ones.
 
         Where they stand the cache was told; z is theirs (B, n, dim).
         """
@@ -324,7 +365,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         if condition is None or not isinstance(self.pathway, LatentPathway):
             h = self.trunk(tokens, positions, visible, cache=cache, keep=keep)
-            return self.head(torch.cat([h[:, :1], h[:, :-1]], dim=1) if self.config.shifted else h)
+            return torch.cat([h[:, :1], h[:, :-1]], dim=1) if self.config.shifted else h
         r = self.config.block_size
         per_token = condition.repeat_interleave(r, dim=1)
         h = self.trunk(
@@ -338,7 +379,7 @@ class Decoder(nn.Module):
         )
         kept = condition[:, : h.shape[1] // r]
         shift, scale = self.pathway.final_modulation(F.silu(kept)).chunk(2, dim=-1)
-        return self.head(modulate(h, shift, scale))
+        return modulate(h, shift, scale)
 
     # Codes: one pass of the trunk, then any number of them.
 

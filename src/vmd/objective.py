@@ -82,6 +82,7 @@ def objective(
     free_bits: float = 0.0,
     focal: float = 0.0,
     score_entropy: bool = False,
+    drafts: bool = False,
 ) -> Loss:
     """Eq. 2 without an encoder; Eq. 5 (one block) and Eq. 7 (blocks) with one. Appendix: Eq. 8 is Eq. 2, Eq. 9 and Eq. 11
     are the braces, Eq. 10 is Eq. 5.
@@ -98,7 +99,7 @@ def objective(
     """
     weight = masks.weight  # (B, blocks)
     if encode is None:
-        nll = targets_nll(denoise, x0, masks, mask_id, None, focal, score_entropy)
+        nll = targets_nll(denoise, x0, masks, mask_id, None, focal, score_entropy, drafts)
         loss = (nll * weight).sum(-1)
         return Loss(loss, loss, torch.zeros_like(loss))
     assert noise is not None, "a latent needs noise"
@@ -146,13 +147,17 @@ def targets_nll(
     z: Tensor | None,
     focal: float = 0.0,
     score_entropy: bool = False,
+    drafts: bool = False,
 ) -> Tensor:
     """Sum over each block's target tokens, and over the steps where masks have them, of -log p(x0_i | ...): (B, blocks).
 
-    With `focal` each is weighed by (1 - p)^focal, which turns to tokens that are still hard.
+    With `focal` each is weighed by (1 - p)^focal, which turns to tokens that are still hard. With `drafts` the targets of a
+    step are written from left to right: `denoise` is told in the place of z what is known by the end of it, (B, L), of which
+    a token sees what stands before it in its block.
     """
     flat, rows, steps = flatten_steps(x0, masks)
     z = None if z is None else z.repeat_interleave(steps, dim=0)
+    z = apply_mask(rows, flat.mask & ~flat.target, mask_id) if drafts else z
     nll = token_nll(denoise(apply_mask(rows, flat.mask, mask_id), rows, z), rows, score_entropy) * flat.target
     nll = nll * (1 - (-nll).exp()) ** focal if focal else nll
     return nll.view(len(x0), steps, masks.weight.shape[-1], -1).sum((1, 3))

@@ -283,7 +283,8 @@ class Desk:
         """Predict the block, choose tokens, keep the surest. Reads and writes tensors only: nothing here waits."""
         logits = self.predictor.predict(self.canvas, block, self.latents, inputs.noise)
         before, given = (x.index_select(1, self.positions) for x in (self.canvas, self.given))
-        chosen = choose(logits, before, given, self.mask_id, how, inputs)
+        write = getattr(self.predictor, "write", None) if self.model.config.draft else None
+        chosen = choose(logits, before, given, self.mask_id, how, inputs, write)
         self.canvas.index_copy_(1, self.positions, chosen.after)
         return chosen.revealed, chosen.score, chosen.masked
 
@@ -298,10 +299,30 @@ class Chosen(NamedTuple):
     masked: Tensor  # before the step
 
 
-def choose(logits: Tensor, before: Tensor, given: Tensor, mask_id: int, how: Rule, inputs: Inputs) -> Chosen:
-    """Choose a token for every masked position, and keep the surest."""
+Draw = Callable[[Tensor, int | slice], Tensor]  # logits (B, V) of a place, or (B, r, V) of all, -> tokens
+
+
+def choose(
+    logits: Tensor,
+    before: Tensor,
+    given: Tensor,
+    mask_id: int,
+    how: Rule,
+    inputs: Inputs,
+    write: Callable[[Tensor, Tensor, Draw], Tensor] | None = None,
+) -> Chosen:
+    """Choose a token for every masked position, and keep the surest.
+
+    With `write`, which is told what is known, what to write and how to draw, those that are kept are written in turn.
+    """
     _, uniforms, random_order, quota, doubt = inputs
-    tokens = logits.argmax(-1) if uniforms is None else draw_tokens(logits, uniforms, how.temperature, how.top_p)
+
+    def draw(logits: Tensor, place: int | slice) -> Tensor:
+        if uniforms is None:
+            return logits.argmax(-1)
+        return draw_tokens(logits, uniforms[:, place], how.temperature, how.top_p)
+
+    tokens = draw(logits, slice(None))
     masked = before == mask_id
     probabilities = None if random_order is not None else logits.double().softmax(-1)
     score = confidence(probabilities, how.order) if probabilities is not None else random_order
@@ -312,12 +333,12 @@ def choose(logits: Tensor, before: Tensor, given: Tensor, mask_id: int, how: Rul
         written = confidence_in(probabilities, torch.where(masked, 0, before), how.order)
         score = (torch.where(masked, score, written) + gumbel).masked_fill(given, -torch.inf)
         kept = first_by(score, quota) & ~given
-        after = torch.where(kept, guess, torch.where(given, before, mask_id))
+        stays = torch.where(given | (kept & ~masked), before, mask_id)
         revealed = kept & masked
     else:
         score = (score + gumbel).masked_fill(~masked, -torch.inf)
-        revealed = masked & first_by(score, quota)
-        after = torch.where(revealed, tokens, before)
+        revealed, stays = masked & first_by(score, quota), before
+    after = torch.where(revealed, tokens, stays) if write is None else write(stays, revealed, draw)
     return Chosen(guess, after, revealed, score, masked)
 
 

@@ -136,7 +136,8 @@ def fill(
         if z is not None and now is not None:
             z[left] = now
         inputs = Inputs(None, uniforms, None if random_order is None else random_order[left], counts[step, left])
-        chosen = choose(logits, canvas[left], given[left], mask_id, how, inputs)
+        write = predictor.write if model.config.draft else None
+        chosen = choose(logits, canvas[left], given[left], mask_id, how, inputs, write)
         on_step(chosen)
         canvas[left] = chosen.after
         grids[left] = chosen.guess + 1

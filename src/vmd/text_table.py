@@ -161,7 +161,7 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
         setting |= {"z": z if model.config.has_latent else "none", "iwae": samples}
         rows.append({"setting": setting, "metric": "bits", "value": bits.value, "stderr": bits.stderr})
     trained = objective_bits(model, x0, run.objective.score_entropy)
-    name = "surrogate" if model.config.has_latent else "own_bound"
+    name = "surrogate" if model.config.tokens_agree else "own_bound"
     rows.append({"setting": {"steps": 0, "nfe": 0, "n": len(x0)}, "metric": name, "value": trained.value})
     rows[-1]["stderr"] = trained.stderr
     return rows
