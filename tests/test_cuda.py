@@ -106,6 +106,7 @@ def text_like(*settings: str) -> RunConfig:
         ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.code_layers=1"],
         ["model.latent.kind=chain", "model.latent.codes=8"],
         ["model.latent.kind=none", "training.optimizer=muon", "training.accumulate=2", "training.ema=0.9"],
+        ["model.latent.kind=none", "model.draft=32"],
     ],
     ids=lambda settings: " ".join(s.rpartition(".")[2] for s in settings),
 )
@@ -179,6 +180,7 @@ def test_tiles_and_their_gradients_are_the_dense_mask_s(length, r, own_clean_blo
     "settings",
     [
         ["model.latent.kind=none"],
+        ["model.latent.kind=none", "model.draft=32"],
         ["model.latent.kind=gaussian"],
         ["model.latent.kind=gaussian", "model.latent.prior=learned"],
         ["model.latent.kind=categorical", "model.latent.codes=8"],

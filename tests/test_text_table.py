@@ -161,6 +161,10 @@ def test_every_system_is_planned_as_its_name_says(plans):
                 assert run.model.block_size == min(length, int(name.rpartition(" ")[2]))
             assert (run.model.latent.kind == "chain") is name.startswith("chain")
             assert (run.model.latent.kind == "categorical") is name.startswith("codes")
+            assert (run.model.draft > 0) is name.startswith("draft")
+            if name.startswith("draft"):
+                assert run.objective.masking == "steps"
+                assert set(run.objective.steps) == {1} if "for one step" in name else max(run.objective.steps) >= 4
             assert run.objective.score_entropy is (name == "SEDD")
             paper = name.startswith("the paper")
             assert run.model.latent.on_clean is paper
@@ -281,7 +285,7 @@ def test_samples_are_drawn_by_argmax_only_with_a_latent(whole):
     for system in SYSTEMS:
         rows = [row for row in rows_of(whole.results, system.name) if "temperature" in row["setting"]]
         rules = {row["setting"]["rule"] for row in rows}
-        with_latent = {"argmax", "sample"} if system.preset != "text-mdm" else {"sample"}
+        with_latent = {"sample"} if system.preset in ("text-mdm", "text-draft") else {"argmax", "sample"}
         assert rules == (set() if system.judge else with_latent)
         assert all(row["setting"]["n"] == 3 for row in rows)
 

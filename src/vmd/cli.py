@@ -529,7 +529,7 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
                 "gaussian": f"latent {model.latent.dim}",
                 "categorical": f"{model.latent.codes} codes",
                 "chain": f"chain of {model.latent.codes} codes",
-                "none": "no latent",
+                "none": f"draft {model.draft}" if model.draft else "no latent",
             }
             latent = kinds[model.latent.kind]
             block = f"block {model.block_size}" if model.block_size else "one block"

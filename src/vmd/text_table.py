@@ -50,6 +50,8 @@ SYSTEMS = (
     System("BD3-LM, r = 4", "text-mdm", 4),
     System("codes, r = 4", "text", 4),
     System("chain, r = 4", "text", 4, ("model.latent.kind=chain",)),
+    System("draft, r = 4", "text-draft", 4),
+    System("draft for one step, r = 4", "text-draft", 4, ("objective.steps=1",)),
     System("AR", "text-mdm", 1),
     System("MDLM", "text-mdm", 256),
     System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z),
@@ -57,9 +59,11 @@ SYSTEMS = (
     System("BD3-LM, r = 8", "text-mdm", 8),
     System("codes, r = 8", "text", 8),
     System("chain, r = 8", "text", 8, ("model.latent.kind=chain",)),
+    System("draft, r = 8", "text-draft", 8),
     System("the paper's VMD, r = 8", "text-gaussian", 8, PAPER_Z),
     System("codes, r = 16", "text", 16),
     System("chain, r = 16", "text", 16, ("model.latent.kind=chain",)),
+    System("draft, r = 16", "text-draft", 16),
     System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
 )
 
@@ -84,6 +88,7 @@ QUICK = Budget(
         "model.latent.encoder_layers=1",
         "model.latent.dim=16",
         "model.latent.codes=32",
+        "model.draft=64",
         "training.steps=300",
         "training.batch_size=32",
         "training.warmup_steps=20",
@@ -119,9 +124,13 @@ def read_text(source: str, budget: Budget, split: str, seed: int = 0) -> TextDat
 def planned(system: System, budget: Budget, name: str, overrides: list[str], data: TextData, device: str) -> RunConfig:
     """With all overrides applied and checked."""
     block = min(system.block, budget.length)
-    latent = preset(system.preset).model.has_latent
-    size = [s for s in budget.settings if latent or not s.startswith("model.latent")]
+    model = preset(system.preset).model
+    has = {"model.latent": model.has_latent, "model.draft": model.draft > 0}
+    size = [s for s in budget.settings if all(s.startswith(part) <= there for part, there in has.items())]
     size += budget.judge if system.judge else ()
+    if model.draft:  # half of the time in one step
+        several = [count for count in (2, 4, 8, 16) if count <= block]
+        size.append("objective.steps=" + ",".join(map(str, [1] * max(1, len(several)) + several)))
     run = override_all(
         preset(system.preset),
         [f"model.length={budget.length}", f"model.block_size={block}", *size, *system.settings, *overrides],
