@@ -81,6 +81,15 @@ def test_codes_that_stay_are_one_code_for_the_block():
     torch.testing.assert_close(stays.forward_messages(evidence)[-1].logsumexp(-1), mixture)
 
 
+@pytest.mark.parametrize(("r", "codes"), [(1, 3), (2, 4), (4, 3)])
+def test_the_likeliest_chain_is_the_most_probable_of_all(r, codes):
+    found, evidence = random_chain(r, codes, 20)
+    weights = log_weights(found, torch.zeros_like(evidence))
+    best = torch.stack(list(weights.values())).argmax(0)
+    expected = torch.tensor(list(weights), dtype=torch.float)[best]
+    assert torch.equal(found.likeliest(), expected)
+
+
 def test_draws_follow_the_chain():
     found, evidence = random_chain(3, 3)
     noise = torch.randn(20_000, 3, generator=torch.Generator().manual_seed(1))

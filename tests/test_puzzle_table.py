@@ -424,7 +424,7 @@ def test_what_is_measured_of_a_system_is_what_its_row_is_for(whole):
     assert kinds("several solutions, codes", "z") == kinds("whole grids, Gaussian", "z") == {"once", "fresh"}
     assert kinds("several solutions, no z", "z") == {"once"}
     assert kinds("whole grids, no z", "steps") == {1, 5, 16}
-    assert kinds("the paper's VMD", "z") == {"once", "fresh"}
+    assert kinds("the paper's VMD", "z") == {"once", "fresh", "likeliest"}
     for setting in (
         row["setting"] for row in rows_of(whole.results, "the paper's VMD") if row["setting"]["data"] == "logic"
     ):

@@ -23,7 +23,7 @@ from helpers import (
     strong_model,
     tiny_model,
 )
-from vmd.config import InvalidInput
+from vmd.config import InvalidInput, LatentConfig
 from vmd.data import law
 from vmd.sampling import (
     ORDERS,
@@ -499,6 +499,22 @@ def test_fresh_is_refused_where_z_enters_the_clean_stream_of_several_blocks():
         tiny_model(4, 2, z=latent(on_clean=True)).sample(2, z="fresh")
     tiny_model(4, 4, z=latent(on_clean=True)).sample(2, z="fresh")  # one block: no later block sees z
     tiny_model(4, 2, z=latent()).sample(2, z="fresh")
+    with pytest.raises(InvalidInput, match="z=likeliest"):
+        tiny_model(4, 2, z=latent(on_clean=True)).sample(2, z="likeliest")
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "learned", "categorical", "chain"])
+@pytest.mark.parametrize("cache", [True, False])
+def test_the_likeliest_latent_is_the_mode_of_its_prior_at_every_step(kind, cache):
+    """So that nothing is left to chance where tokens are not drawn either; the last step's is kept."""
+    z = {"gaussian": latent(), "learned": learned_prior(), "categorical": codes(), "chain": LatentConfig("chain", codes=4)}
+    model = strong_model(4, 2, z=z[kind], vocab_size=5)
+    drawn = model.sample(50, steps=2, rule="argmax", z="likeliest", cache=cache, generator=seeded(), trace=True)
+    assert len(drawn.tokens.unique(dim=0)) == 1
+    before = torch.where(drawn.trace[-1].revealed, model.mask_id, drawn.tokens)  # what the last step saw
+    with torch.no_grad():
+        prior = model.prior(before, drawn.tokens)
+    torch.testing.assert_close(drawn.z[:, 1], prior.likeliest()[:, 1])
 
 
 # Settings

@@ -143,15 +143,16 @@ def test_rows_that_are_solved_stop_and_the_others_are_seen_otherwise(batch_size,
 @pytest.mark.parametrize("z", KINDS.values(), ids=KINDS)
 def test_stopping_early_changes_nothing_for_the_others(z, how, monkeypatch):
     model, puzzle, predict, latents = untrained(z), torch.cat([nearly_full(60), PUZZLE]), Predictor.predict, []
-    soon = solve_puzzles(model, puzzle, steps=4, **how)
+    soon, late = (solve_puzzles(model, puzzle, steps=4, early=early, **how) for early in (True, False))
     monkeypatch.setattr(Predictor, "predict", lambda *args: (predict(*args), latents.append(args[3]))[0])
-    late = solve_puzzles(model, puzzle, steps=4, early=False, **how)
+    solve_puzzles(model, puzzle, steps=4, tries=2, early=False, **how)
     assert soon.right[late.right].all()
     assert 0 < int(soon.right.sum()) < 84
     assert torch.equal(soon.grids[~soon.right], late.grids[~soon.right])
-    if z.kind != "none":  # drawn once, for each row
-        assert all(torch.equal(x, latents[0]) for x in latents)
-        assert len(latents[0].unique()) > 1
+    if z.kind != "none":  # in the second try drawn once, for each row
+        assert len(latents) == 8
+        assert all(torch.equal(x, latents[4]) for x in latents[4:])
+        assert len(latents[4].unique()) > 1
 
 
 def test_batches_change_nothing_where_there_is_no_chance():

@@ -316,7 +316,9 @@ def sample(
     top_p: Annotated[float, typer.Option(help="For rule sample.")] = 1.0,
     z: Annotated[
         str | None,
-        typer.Option(help="once per block, or fresh for every step. [default: fresh for codes trained so, else once]"),
+        typer.Option(
+            help="once per block, fresh or the likeliest at every step. [default: fresh for codes trained so, else once]"
+        ),
     ] = None,
     revise: Annotated[
         bool, typer.Option("--revise", help="A step may mask again what an earlier one wrote, where the model has doubts.")

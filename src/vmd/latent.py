@@ -1,8 +1,8 @@
 """Latents: one z per block, shared by all tokens of the block that are decoded together.
 
-A latent family is a record that draws from given normal noise. The Gaussian also has the KL to a prior and log-densities:
-its posterior is inferred by an encoder. The codes of a categorical latent are few enough to be summed over, so it needs
-neither.
+A latent family is a record that draws from given normal noise, and knows its likeliest value. The Gaussian also has the
+KL to a prior and log-densities: its posterior is inferred by an encoder. The codes of a categorical latent are few enough
+to be summed over, so it needs neither.
 """
 
 import math
@@ -21,6 +21,9 @@ class Gaussian(NamedTuple):
     def draw(self, noise: Tensor) -> Tensor:
         """Algorithms 1 and 3: z = mu + sigma * eps, with eps ~ N(0, I) drawn by the caller."""
         return self.mean + self.log_std.exp() * noise
+
+    def likeliest(self) -> Tensor:
+        return self.mean
 
     def kl(self, prior: "Gaussian") -> Tensor:
         """D_KL(self || prior) in nats, summed over dimensions."""
@@ -49,6 +52,9 @@ class Categorical(NamedTuple):
         target = torch.minimum(torch.special.ndtr(noise.double()) * total, below_total)
         return torch.searchsorted(cumulative, target, right=True).to(noise.dtype)
 
+    def likeliest(self) -> Tensor:
+        return self.log_probs.argmax(-1, keepdim=True).float()
+
 
 class CodeChain(NamedTuple):
     """A code for each of a block's r tokens: k_1 ~ softmax(bias_1), then k_{i+1} ~ softmax(next[k_i] + bias_{i+1}).
@@ -69,6 +75,18 @@ class CodeChain(NamedTuple):
                 logits = self.next[codes[-1][..., 0].long()] + self.bias[..., place, :]
             codes.append(Categorical(logits.log_softmax(-1)).draw(noise[..., place : place + 1]))
         return torch.cat(codes, dim=-1)
+
+    def likeliest(self) -> Tensor:
+        """(..., r): of all chains the most probable, by Viterbi's algorithm."""
+        best, came_from = self.bias[..., 0, :].log_softmax(-1), []
+        for place in range(1, self.bias.shape[-2]):
+            steps = (self.next + self.bias[..., place, :].unsqueeze(-2)).log_softmax(-1)  # (..., K, K)
+            best, before = (best.unsqueeze(-1) + steps).max(-2)
+            came_from.append(before)
+        codes = [best.argmax(-1, keepdim=True)]
+        for before in reversed(came_from):
+            codes.insert(0, before.gather(-1, codes[0]))
+        return torch.cat(codes, dim=-1).float()
 
     def forward_messages(self, log_likelihood: Tensor) -> list[Tensor]:
         """log p(evidence up to token i, k_i), (..., K) for each of the r tokens; the evidence is (..., r, K)."""

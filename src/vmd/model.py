@@ -241,7 +241,7 @@ class Predictor:
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
         """Logits (B, r, V) of block b, given the canvas (B, L) with [MASK] for what is unknown and z^{<=b} (B, C, dim).
 
-        With noise (B, dim), z^b is first drawn from its prior and written into z.
+        With noise (B, dim), z^b is first drawn from its prior and written into z; with (B, 0), the likeliest is.
         """
         if self.prepared != block:
             self.prepare(block)
@@ -270,7 +270,7 @@ class Predictor:
             return part if part.shape[1] == 1 else part.index_select(1, self.block)
 
         mine = CodeChain(here(prior.bias), prior.next) if isinstance(prior, CodeChain) else type(prior)(*map(here, prior))
-        z.index_copy_(1, self.block, mine.draw(noise.unsqueeze(1)))
+        z.index_copy_(1, self.block, mine.draw(noise.unsqueeze(1)) if noise.shape[-1] else mine.likeliest())
 
     def _of_block(self, x: Tensor, before: int = 0) -> Tensor:
         """The tokens of the block, and of some before it."""

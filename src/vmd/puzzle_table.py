@@ -217,7 +217,7 @@ def try_rows(model: VMD, puzzles: Puzzles, data: str, n: int, steps: int, tries:
             if early and count < tries:
                 continue  # its evaluations are those of all tries
             setting = {"data": data, "order": "margin", "rule": "argmax", "steps": steps, "tries": count, "early": early}
-            setting |= {"revise": revise, "n": len(puzzle), "evaluations": spent, "z": "once"}
+            setting |= {"revise": revise, "n": len(puzzle), "evaluations": spent, "z": "likeliest, then once"}
             error = 100 * share_error(share, len(puzzle))
             rows.append({"setting": setting, "metric": "solved", "value": 100 * share, "stderr": error})
     return rows
@@ -319,7 +319,7 @@ def measure(system: System, model: VMD, sets: dict, budget: Budget) -> list[dict
         other = [case for case in cases if case not in main] if kind == "logic" else []
         other += [{"order": o, "steps": counts[-1], "revise": True} for o in ("prob", "margin") if counts[-1] > most]
         if model.config.has_latent:
-            other += [{"order": o, "steps": c, "z": "fresh"} for o in ("prob", "margin") for c in counts if c in (5, 10, 20)]
+            other += [{"order": o, "steps": most, "z": z} for o in ("prob", "margin") for z in ("fresh", "likeliest")]
         if system.preset == "sudoku-gpt2":
             many = min(50, model.config.block_size)
             main += [{"order": o, "steps": many, "order_noise": 0.5} for o in ("prob", "margin")]  # Kim et al. 2025

@@ -15,6 +15,7 @@ from vmd.masking import ceil_share
 
 ORDERS = ("random", "prob", "margin", "entropy")
 RULES = ("argmax", "sample")
+DRAWS = ("once", "fresh", "likeliest")  # of z
 
 
 class BlockPredictor(Protocol):
@@ -185,7 +186,7 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_
 def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: str, temperature: float, top_p: float) -> None:
     require_choice("order", order, ORDERS)
     require_choice("rule", rule, RULES)
-    require_choice("z", z, ("once", "fresh"))
+    require_choice("z", z, DRAWS)
     require(
         1 <= steps <= config.block_size,
         f"steps={steps}: expected 1 to {config.block_size}, the block size (steps are counted per block)",
@@ -196,10 +197,8 @@ def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: st
         rule == "sample" or (temperature == 1 and top_p == 1),
         "temperature and top_p belong to rule=sample: rule=argmax does not use them",
     )
-    if z == "fresh" and config.z_reaches_later_blocks:
-        raise InvalidInput(
-            "z=fresh: which draw later blocks see is undefined when z enters the clean stream too; use z=once"
-        )
+    if z != "once" and config.z_reaches_later_blocks:
+        raise InvalidInput(f"z={z}: which draw later blocks see is undefined when z enters the clean stream too; use z=once")
 
 
 class Rule(NamedTuple):
@@ -216,7 +215,7 @@ class Rule(NamedTuple):
 class Inputs(NamedTuple):
     """What differs from step to step."""
 
-    noise: Tensor | None  # (B, dim): of z, if this step draws it
+    noise: Tensor | None  # (B, dim): of z, if this step draws it; (B, 0): it takes the likeliest
     uniforms: Tensor | None  # (B, r): of the tokens, if they are drawn
     random_order: Tensor | None  # (B, r): scores of positions, if the order is random
     quota: Tensor  # (B,): how many positions it reveals
@@ -262,7 +261,7 @@ class Desk:
         kind = self.prepare(block)
         if not self.record or kind is None:
             return self.take(block, how, inputs)
-        key = (kind, how, *(x is None for x in inputs))
+        key = (kind, how, *(None if x is None else x.shape for x in inputs))
         if key not in self.seen:
             self.seen.add(key)  # the first of its kind runs as it is: kernels choose their ways before they are recorded
             return self.take(block, how, inputs)
@@ -369,7 +368,7 @@ def sample(
     steps: N per block; exactly N evaluations for every block that has a gap in some row.
     order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy.
     rule: argmax (the paper's) or sample (temperature, top_p).
-    z: drawn once per block (the paper's), or fresh for every step.
+    z: drawn once per block (the paper's), fresh for every step, or at every step the likeliest of its prior.
     revise: a step keeps the surest of all tokens of the block so far, and masks again what an earlier one wrote and the
         model has come to doubt (as in Ye et al. 2025). Such samples have no certified likelihood.
     order_noise: this much Gumbel noise is added to the confidences, so that the order is not greedy (Kim et al. 2025: 0.5).
@@ -403,6 +402,8 @@ def sample(
     for block in range(config.blocks):
         # Drawn for every block, needed or not: what a row receives must not depend on the rows beside it.
         z_noise = None if desk.latents is None else noise.normal(steps if z == "fresh" else 1, desk.latents.shape[-1])
+        if z_noise is not None and z == "likeliest":
+            z_noise = z_noise[..., :0].expand(-1, steps, -1)
         token_uniforms = noise.uniform(steps, r)
         random_order = noise.uniform(r)
         doubts = noise.uniform(steps, r) if order_noise else None
@@ -415,7 +416,7 @@ def sample(
                 score = torch.full_like(random_order, -torch.inf)
                 revealed = masked = torch.zeros_like(random_order, dtype=torch.bool)
             else:
-                draws_z = z_noise if z == "fresh" or step == 0 else None
+                draws_z = z_noise if z != "once" or step == 0 else None
                 inputs = Inputs(
                     None if draws_z is None else draws_z[:, step],
                     None if rule == "argmax" else token_uniforms[:, step],

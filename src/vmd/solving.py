@@ -58,9 +58,9 @@ def solve_puzzles(
 ) -> Solved:
     """Fill the blanks (0) of puzzles (n, cells), at most `tries` times each.
 
-    A try has its own latent, and every one after the first looks at the board under a random symmetry, which the network
-    does not know to be the same puzzle. A row is finished when its grid is right: with `early` as soon as all that the
-    model would write, kept or not, is right, else after the last step.
+    The first try takes the likeliest latent at every step. Every other draws one, and looks at the board under a random
+    symmetry, which the network does not know to be the same puzzle. A row is finished when its grid is right: with `early`
+    as soon as all that the model would write, kept or not, is right, else after the last step.
     """
     config = model.config
     size = f"{config.blocks} x {config.block_size} positions and {config.vocab_size} tokens"
@@ -90,7 +90,7 @@ def solve_puzzles(
                 view = random_symmetry(len(rows), config.length, generator=generator, device=model.device)
                 seen = view.apply(puzzle[rows]) if attempt else puzzle[rows]
                 show = partial(show_frame, on_step, attempt, view if attempt else None, model.mask_id)
-                filled, spent = fill(model, seen, steps, how, early, generator, show)
+                filled, spent = fill(model, seen, steps, how, early, generator, show, likeliest=attempt == 0)
                 filled = view.undo(filled) if attempt else filled
                 found = valid(filled) & keeps_clues(filled, puzzle[rows])
                 grids[rows] = torch.where(found[:, None] | (attempt == 0), filled, grids[rows])
@@ -115,12 +115,14 @@ def fill(
     early: bool,
     generator: torch.Generator,
     on_step: Callable[[Chosen], None],
+    *,
+    likeliest: bool,
 ) -> tuple[Tensor, Tensor]:
     """One try: grids (B, cells) and the evaluations each took. Rows that are right leave the batch."""
     noise = Noise(len(puzzle), model.device, generator, None)
     shape, mask_id = model.latent_shape(len(puzzle)), model.mask_id
     z = None if shape is None else torch.zeros(shape, device=model.device)
-    z_noise = None if shape is None else noise.normal(shape[-1])
+    z_noise = None if shape is None else noise.normal(shape[-1])[:, : 0 if likeliest else None]
     given = puzzle > 0
     canvas = torch.where(given, puzzle - 1, mask_id)
     counts = reveal_counts((~given).sum(-1), steps)
@@ -132,7 +134,8 @@ def fill(
     for step in range(steps):
         uniforms = noise.uniform(canvas.shape[1])[left] if how.rule == "sample" else None
         now = None if z is None else z[left]
-        logits = predictor.predict(canvas[left], 0, now, z_noise[left] if z_noise is not None and step == 0 else None)
+        draws = z_noise if likeliest or step == 0 else None
+        logits = predictor.predict(canvas[left], 0, now, None if draws is None else draws[left])
         if z is not None and now is not None:
             z[left] = now
         inputs = Inputs(None, uniforms, None if random_order is None else random_order[left], counts[step, left])

@@ -277,7 +277,7 @@ def sudoku_kinds(results: dict) -> Table:
     lines = []
     for r in rows:
         s = r["setting"]
-        special = "revising" if s.get("revise") else "z drawn at every step" if s["z"] == "fresh" else ""
+        special = "revising" if s.get("revise") else "" if s["z"] == "once" else f"z {s['z']} at every step"
         special += f"noise {s['order_noise']:g} on the order" if s.get("order_noise") else ""
         if s["data"] != "logic" or special:
             lines.append([r["system"], s["data"], s["order"], str(s["nfe"]), special, percent(r)])
