@@ -96,8 +96,11 @@ def test_a_bench_says_what_it_measured(what, tmp_path):
     assert "naive" in printed.err
     for row in record["rows"]:
         assert row["tokens_per_second"] > 0
-        assert row["times_naive"] > 0
-        assert row["naive"]["path"]
+        if what == "train":  # on a CPU the same path
+            assert "naive" not in row
+        else:
+            assert row["times_naive"] > 0
+            assert row["naive"]["path"]
         assert row["without_latent"]["tokens_per_second"] > 0
     if what == "train":
         (row,) = record["rows"]
@@ -202,3 +205,26 @@ def test_kernels_are_chosen_where_their_tiles_fit(capability, attention, monkeyp
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     assert fast_settings(of_heads(32), "cuda")["attention"] == attention
+
+
+def test_the_command_is_kept_without_where_its_record_goes(tmp_path):
+    from vmd.cli import without
+
+    plain = ["bench", "sample", "--batch", "2", "--set", "a=--json"]
+    for extra in (["--json", "./x.json"], ["--json=y.json"], []):
+        assert without("--json", [*plain[:2], *extra, *plain[2:]]) == plain
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "--vary", "training.steps=10,20"), "--vary training.steps: expected a field that changes a step"),
+        (("sample", "--vary", "batch=1,99999999999"), "batch=99999999999: expected an integer of 1 to ten million"),
+        (("sample", "--batch", "99999999999"), "--batch"),
+        (("train", "--json", "folder.json"), "folder.json: expected a file, found a folder"),
+    ],
+)
+def test_what_cannot_be_measured_or_kept_is_said_first(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.json").mkdir()
+    assert said in refused("bench", *words[:1], "text", *words[1:], *TINY, "--device", "cpu", folder=tmp_path)

@@ -1,6 +1,8 @@
 """TensorBoard: what a run shows can be read back."""
 
 import builtins
+import errno
+import os
 
 import pytest
 import torch
@@ -91,3 +93,18 @@ def test_a_file_in_the_way_is_one_line(tmp_path):
     (tmp_path / "run/tensorboard").write_text("mine")
     words = ("train", "poker", "--out", tmp_path / "run", "--tensorboard", "--device", "cpu", *TINY)
     assert "expected a folder" in refused(*words, folder=tmp_path)
+
+
+def test_a_board_that_cannot_be_written_is_one_line_and_the_run_goes_on(tmp_path, monkeypatch):
+    from tensorboard.summary.writer import record_writer
+
+    monkeypatch.chdir(tmp_path)
+
+    def full(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(record_writer.RecordWriter, "write", full)
+    done = succeeds("train", "poker", *TINY, "--tensorboard", "--out", "run")
+    assert done.err.count("cannot write: No space left on device; going on without TensorBoard") == 1
+    assert "Traceback" not in done.err
+    assert (tmp_path / "run" / "model.safetensors").exists()

@@ -200,7 +200,7 @@ def test_a_diverged_run_says_so_in_its_last_line(here):
     done = vmd("train", "poker", "--out", "run", *TINY, *settings("training.learning_rate=1e30", "training.clip=0"))
     assert done.code == 1
     assert done.out == ""
-    assert lines(done.err)[-1].startswith("vmd: the loss is ")
+    assert lines(done.err)[-1].startswith("vmd: loss, gradient or weights are no longer numbers ")
     assert not (here / "run" / "model.safetensors").exists()
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from vmd.checkpoints import checkpoint_files
 from vmd.config import InvalidInput
 from vmd.files import claimed, write_atomically
 
-STEPS = 60
+STEPS = 90
 WORDS = settings(
     f"training.steps={STEPS}",
     "training.batch_size=8",
@@ -116,6 +117,36 @@ def test_a_damaged_newest_checkpoint_is_told(tmp_path, monkeypatch):
     assert f"damaged: {newest.name}" in done.err
 
 
+def flipped(content: bytes) -> bytes:
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flipped,
+        lambda content: content[:-400] + bytes(400),
+        lambda content: content.replace(b"vmd-checkpoint", b"vmd-checkpoinT"),
+        lambda content: content.replace(b'\\"training\\"', b'\\"training\\ '),
+        lambda content: content.replace(b'"step":"2', b'"step":"x'),
+        lambda content: content.replace(b'"checksum":"', b'"checksvm":"'),
+    ],
+    ids=["one bit", "zeros", "format", "configuration", "step", "checksum"],
+)
+def test_whatever_is_damaged_the_checkpoint_before_it_is_taken(damage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    command = ("train", "--data", "rows.npy", "--out", "run", *WORDS, *settings("training.steps=20"))
+    succeeds(*command)
+    before, newest = checkpoint_files(tmp_path / "run")
+    content, tensors = newest.read_bytes(), {name: t.clone() for name, t in load_file(newest).items()}
+    assert damage(content) != content
+    newest.write_bytes(damage(content))
+    done = succeeds(*command, "--resume")
+    assert f"resuming from step {int(before.stem[5:])}; damaged: {newest.name}" in done.err
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(newest).items())  # made again
+
+
 def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_rows(tmp_path / "rows.npy")
@@ -155,4 +186,83 @@ def test_a_loss_that_is_no_number_names_step_seed_and_checkpoint(tmp_path, monke
     assert done.code == 1
     last = done.err.strip().splitlines()[-1]
     seed = training.step_seed(0, 31)
-    assert f"no longer a number at step 32 (batch seed {seed}); last good checkpoint: run/checkpoints/step-000000028" in last
+    assert (
+        f"are no longer numbers at step 32 (batch seed {seed}); last good checkpoint: run/checkpoints/step-000000028" in last
+    )
+
+
+@pytest.mark.parametrize("poisoned", [27, STEPS - 1], ids=["a checkpoint's", "the last"])
+def test_weights_that_are_no_numbers_are_never_saved(poisoned, tmp_path, monkeypatch):
+    """The step before was good, and so was its loss: only the weights tell."""
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    from command import vmd
+    from vmd import training
+
+    whole = training.learning_rate
+    monkeypatch.setattr(
+        training, "learning_rate", lambda config, step: float("nan") if step == poisoned else whole(config, step)
+    )
+    done = vmd("train", "--data", "rows.npy", "--out", "run", *WORDS)
+    assert done.code == 1
+    assert f"are no longer numbers at step {poisoned + 1} " in done.err.strip().splitlines()[-1]
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    last = checkpoint_files(tmp_path / "run")[-1]
+    assert last.name in done.err
+    assert all(bool(tensor.isfinite().all()) for tensor in load_file(last).values())
+
+
+def test_a_gradient_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    from command import vmd
+    from vmd import training
+
+    whole = training.clip_gradients
+    monkeypatch.setattr(training, "clip_gradients", lambda *args, **more: whole(*args, **more) * torch.inf)
+    done = vmd("train", "--data", "rows.npy", "--out", "run", *WORDS)
+    assert done.code == 1
+    assert "are no longer numbers at step 1 " in done.err
+
+
+def test_a_run_that_cannot_be_replaced_stays_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    command = ("train", "--data", "rows.npy", "--out", "run", *WORDS, *settings("training.steps=20"))
+    succeeds(*command)
+    files_before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    stuck, rename = checkpoint_files(tmp_path / "run")[-1].name, Path.rename
+
+    def refuse(path, target):
+        if path.name == stuck:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    said = refused(*command, "--overwrite", folder=tmp_path)
+    assert f"{stuck}: cannot be replaced: Permission denied; nothing was removed" in said
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files_before
+    monkeypatch.setattr(Path, "rename", rename)
+    succeeds(*command, "--overwrite")
+    assert not list((tmp_path / "run").glob(".replaced*"))
+
+
+def test_a_run_is_not_resumed_to_end_before_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    command = ("train", "--data", "rows.npy", "--out", "run", *WORDS)
+    succeeds(*command, *settings("training.steps=20"))
+    said = refused(*command, *settings("training.steps=10"), "--resume", folder=tmp_path)
+    assert "training.steps=10: expected at least 20, where the run is" in said
+
+
+def test_a_log_with_lines_of_others_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    command = ("train", "--data", "rows.npy", "--out", "run", *WORDS, *settings("training.steps=9"))
+    succeeds(*command)
+    log = tmp_path / "run" / "metrics.jsonl"
+    kept = log.read_text()
+    log.write_bytes(kept.encode() + b'{"a": 1}\n\xff\n3\n{"step": "x"}\n')
+    succeeds(*command, "--resume")
+    assert log.read_text() == kept

@@ -204,7 +204,7 @@ def test_a_foreign_checkpoint_is_refused(out):
     (out / "checkpoints").mkdir()
     save_file({"x": torch.zeros(1)}, out / "checkpoints" / "step-000000003.safetensors")
     config = run_config()
-    with pytest.raises(InvalidInput, match="not a vmd checkpoint"):
+    with pytest.raises(InvalidInput, match=r"expected a checkpoint to resume from, only damaged ones: step-000000003"):
         train(model_for(config), data(), config, out=out, resume=True)
 
 

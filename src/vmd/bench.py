@@ -106,8 +106,8 @@ def bench_training(
         bare = measure_training(without_latent(run), device, windows, steps_per_window, partial(on_step, "without latent"))
         measured["without_latent"] = bare
         measured["speed_of_no_latent"] = measured["tokens_per_second"] / bare["tokens_per_second"]
-    if naive:
-        plain = replace(run.training, compile=False, capture=False, attention="dense")
+    plain = replace(run.training, compile=False, capture=False, attention="dense")
+    if naive and plain != run.training:
         slow_run, few = replace(run, training=plain), max(1, steps_per_window // 2)
         slow = measure_training(slow_run, device, 3, few, partial(on_step, "the naive path"))
         measured["naive"] = slow | {"path": NAIVE_TRAINING}
@@ -211,7 +211,8 @@ def cases_of(
     for value in values or [""]:
         own, own_batches, own_steps = run, batches, steps
         if field == "batch":
-            own, own_batches = override_all(run, [f"training.batch_size={value}"]), [to_count("--vary batch", value)]
+            own_batches = [to_count("--vary batch", value)]
+            own = override_all(run, [f"training.batch_size={value}"])
         elif field == "steps":
             require(what == "sample", "--vary steps: expected with `vmd bench sample`")
             own_steps = [to_count("--vary steps", value)]
@@ -259,6 +260,8 @@ def run_bench(
     values = [value for value in listed.split(",") if value]
     several = bool(field) and len(set(values)) == len(values) >= 2
     require(not vary or several, f"--vary {vary!r}: expected FIELD=VALUE,VALUE,... with two different values or more")
+    fixed = ("training.steps", "training.log_every", "training.checkpoint_every", "training.split_codes_every")
+    require(field not in fixed, f"--vary {field}: expected a field that changes a step: a bench decides on that one itself")
     windows, steps_per_window = (5, 10) if device == "cuda" else (3, 2)
     rows = []
     cases = cases_of(what, run, batches, steps, field, values, device, chosen)
@@ -300,7 +303,7 @@ def run_bench(
 
 
 def to_count(option: str, value: str) -> int:
-    require(value.isdecimal() and int(value) >= 1, f"{option}={value}: expected a positive integer")
+    require(value.isdecimal() and 1 <= int(value) <= 10**7, f"{option}={value}: expected an integer of 1 to ten million")
     return int(value)
 
 

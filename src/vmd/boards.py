@@ -1,5 +1,7 @@
 """Logs for TensorBoard, an extra: every number of the log, and samples as the model trains."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,9 +20,9 @@ PAIRS = 2_000  # samples in a heat map
 
 
 class Board:
-    """What a run shows while it trains, in OUT/tensorboard."""
+    """What a run shows while it trains, in OUT/tensorboard. Where that cannot be written, the run goes on without."""
 
-    def __init__(self, out: Path, model: VMD, training: TrainingConfig):
+    def __init__(self, out: Path, model: VMD, training: TrainingConfig, on_note: Callable[[str], None] = lambda text: None):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -29,20 +31,41 @@ class Board:
         require(not folder.is_file(), f"{folder}: a file: expected a folder to log to")
         # A resumed run writes steps again that were logged after its checkpoint: those before it went.
         self.make_writer = lambda step: SummaryWriter(str(folder), purge_step=step)
+        self.folder, self.on_note, self.failed = folder, on_note, False
         self.writer: Any = None  # made when there is something to show: a run may be refused before
         self.model, self.steps = model, training.steps
         self.every = max(1, training.steps // LOOKS)
         self.draws_samples = training.parallel == "ddp" or world_size() == 1  # one cannot sample weights that all share
 
     def __enter__(self) -> "Board":
+        # The writer is a thread of its own, whose failure is told here in one line and not as a traceback.
+        self.hook = threading.excepthook
+        threading.excepthook = lambda failed: None if isinstance(failed.exc_value, OSError) else self.hook(failed)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        if self.writer is not None:
-            self.writer.close()
+        try:
+            if self.writer is not None:
+                self.writer.close()
+        except OSError as failed:
+            self.fail(failed)
+        finally:
+            threading.excepthook = self.hook
+
+    def fail(self, error: OSError) -> None:
+        if not self.failed:
+            self.on_note(f"{self.folder}: cannot write: {error.strerror}; going on without TensorBoard")
+        self.failed = True
 
     def show(self, step: int, record: dict | None) -> None:
         """After every step; the record is None where no log line was written."""
+        if not self.failed:
+            try:
+                self.show_all(step, record)
+            except OSError as error:
+                self.fail(error)
+
+    def show_all(self, step: int, record: dict | None) -> None:
         self.writer = self.writer or self.make_writer(step)
         for name, value in (record or {}).items():
             if name != "step" and isinstance(value, int | float):

@@ -1,6 +1,7 @@
 """Checkpoints: one safetensors file each, holding weights, average, optimiser state, step and configuration."""
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,10 +45,32 @@ def save_checkpoint(
     if not write:
         return
     metadata = {"format": "vmd-checkpoint", "step": str(step), "config": json.dumps(config)}
+    metadata["checksum"] = checksum(tensors, metadata)
     make_folder(out / "checkpoints")
     write_atomically(out / "checkpoints" / f"step-{step:09d}.safetensors", dump_tensors(tensors, metadata))
     for old in checkpoint_files(out)[:-KEPT]:
         old.unlink()
+
+
+def checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Of all that a checkpoint holds: a disk may forget bits without saying so."""
+    total = zlib.crc32((metadata["step"] + metadata["config"]).encode())
+    for name in sorted(tensors):
+        total = zlib.crc32(name.encode(), total)
+        total = zlib.crc32(tensors[name].flatten().view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"
+
+
+def read_checkpoint(path: Path) -> tuple[int, dict, dict[str, Tensor]]:
+    """Step, configuration and tensors; ValueError if it is not whole."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    if metadata.get("format") != "vmd-checkpoint" or not metadata.keys() >= {"step", "config", "checksum"}:
+        raise ValueError("not a checkpoint")
+    if metadata["checksum"] != checksum(tensors, metadata):
+        raise ValueError("the checksum does not match")
+    return int(metadata["step"]), json.loads(metadata["config"]), tensors
 
 
 def load_newest_checkpoint(
@@ -66,18 +89,13 @@ def load_newest_checkpoint(
     damaged = []
     for path in reversed(checkpoint_files(out)):
         try:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, OSError):
+            step, saved, tensors = read_checkpoint(path)
+        except (SafetensorError, OSError, ValueError):
             damaged.append(path.name)
             continue
-        whole = metadata.get("format") == "vmd-checkpoint" and metadata.keys() >= {"step", "config"}
-        require(whole, f"{path}: not a vmd checkpoint")
-        require_same_config(path, json.loads(metadata["config"]), config)
+        require_same_config(path, saved, config)
         restore(path, tensors, parameters, average, optimizer)
-        told = f"from step {metadata['step']}" + (f"; damaged: {', '.join(damaged)}" if damaged else "")
-        return int(metadata["step"]), told
+        return step, f"from step {step}" + (f"; damaged: {', '.join(damaged)}" if damaged else "")
     what = f"only damaged ones: {', '.join(damaged)}" if damaged else "none found"
     raise InvalidInput(f"{out / 'checkpoints'}: expected a checkpoint to resume from, {what}")
 

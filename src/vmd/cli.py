@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from contextlib import ExitStack
@@ -175,6 +174,7 @@ def train(
     folder = out or Path("runs") / preset
     started_before = (folder / "run.json").exists()
     held = [path.name for path in run_files(folder) if path.exists()]
+    held = [] if held == [TOKENIZER_FILE] else held  # stopped before it had begun
     kept = f"{folder} holds a run ({', '.join(held[:3])}): use --resume, --overwrite or another --out"
     require(resume or overwrite or not held, kept)
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
@@ -233,7 +233,7 @@ def train_run(
     from vmd.diagnostics import advice
     from vmd.distributed import by_the_first, one_after_the_first, rank, world_size
     from vmd.evaluation import diagnose_model
-    from vmd.files import claimed, make_folder, write_atomically
+    from vmd.files import claimed, make_folder, remove_together, write_atomically
     from vmd.model import VMD
     from vmd.progress import progress_bar
     from vmd.training import check_attention, check_precision, fast_settings, train
@@ -257,14 +257,13 @@ def train_run(
 
     def begin() -> None:
         if tensorboard:
-            boards.append(Board(folder, model, run.training))
+            boards.append(Board(folder, model, run.training, on_note=say))
         if resume:
             return
         make_folder(folder)  # a new run, in a new folder or by --overwrite
         with claimed(folder):  # not under the feet of another run
-            for old in run_files(folder):
-                old.unlink(missing_ok=True)
-            shutil.rmtree(folder / BOARD_FOLDER, ignore_errors=True)
+            unfinished = [*folder.glob("*.partial"), *(folder / "checkpoints").glob("*.partial")]
+            remove_together([*run_files(folder), *unfinished, folder / BOARD_FOLDER], folder)
         if isinstance(data, TextData):
             write_atomically(folder / TOKENIZER_FILE, json.dumps(data.tokenizer.to_dict()))
 
@@ -573,8 +572,10 @@ def read_log(run: Path) -> list[dict]:
     """The records of a run, less a last line that is still being written."""
     path = run / "metrics.jsonl" if run.is_dir() else run
     require(path.is_file(), f"{run}: expected a run folder with metrics.jsonl")
+    from vmd.files import read_text
+
     records = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in read_text(path).splitlines():
         try:
             record = json.loads(line)
         except ValueError:
@@ -644,6 +645,16 @@ def solve(
         raise typer.Exit(1)
 
 
+def without(option: str, words: list[str]) -> list[str]:
+    """A command without an option and its value."""
+    after = [False, *(word == option for word in words)]
+    return [
+        word
+        for word, is_value in zip(words, after, strict=False)
+        if not is_value and word != option and not word.startswith(f"{option}=")
+    ]
+
+
 @app.command()
 def bench(
     what: Annotated[str, typer.Argument(help="train or sample.")],
@@ -655,8 +666,12 @@ def bench(
     vary: Annotated[
         str, typer.Option(help="How cost grows: FIELD=VALUES as in model.length=256,1024,4096, batch=1,64 or steps=1,2,4.")
     ] = "",
-    naive: Annotated[bool, typer.Option(help="Also measure the naive path, for the ratio.")] = True,
-    latent: Annotated[bool, typer.Option(help="Also measure the same model without its latent, for the ratio.")] = True,
+    naive: Annotated[
+        bool, typer.Option(help="Also measure the naive path, for the ratio: without --vary, of samples up to batch 64.")
+    ] = True,
+    latent: Annotated[
+        bool, typer.Option(help="Also measure the same model without its latent, for the ratio: without --vary.")
+    ] = True,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write everything as JSON.")] = None,
     device: Device = "auto",
     settings: Settings = None,
@@ -666,7 +681,7 @@ def bench(
     import torch
 
     from vmd import __version__
-    from vmd.bench import NAIVE_SAMPLING, NAIVE_TRAINING, run_bench
+    from vmd.bench import NAIVE_SAMPLING, NAIVE_TRAINING, run_bench, to_count
     from vmd.files import write_atomically
     from vmd.presets import preset as preset_of
     from vmd.progress import progress_bar
@@ -680,8 +695,11 @@ def bench(
     if json_out is not None:
         require(json_out.suffix == ".json", f"--json {json_out}: expected a path ending in .json")
         require(json_out.parent.is_dir(), f"--json {json_out}: no such folder {json_out.parent}")
+        require(not json_out.is_dir(), f"--json {json_out}: expected a file, found a folder")
+        require(os.access(json_out.parent, os.W_OK), f"--json {json_out}: the folder is not writable")
     run, where = override_all(preset_of(preset), settings or []), pick_device(device)
-    notes = ["note: presets have sizes for a GPU; on a CPU try --set training.batch_size=8, or a smaller model"]
+    fewer = "--set training.batch_size=8" if what == "train" else "--batch 8"
+    notes = [f"note: presets have sizes for a GPU; on a CPU try {fewer}, or a smaller model"]
     bars: dict[str, Any] = {}
     with ExitStack() as stack:
 
@@ -701,7 +719,7 @@ def bench(
             run,
             where,
             chosen={setting.partition("=")[0].strip() for setting in settings or []},
-            batches=parse_counts("--batch", batch or "64"),
+            batches=[to_count("--batch", str(count)) for count in parse_counts("--batch", batch or "64")],
             steps=parse_counts("--steps", steps or "1"),
             vary=vary,
             naive=naive,
@@ -710,15 +728,20 @@ def bench(
             on_step=on_step,
         )
     versions = {"vmd": __version__, "torch": torch.__version__}
-    words = [word for word in sys.argv[1:] if word != "--json" and word != str(json_out)]
-    record = {"command": shlex.join(["vmd", *words]), "preset": preset, "versions": versions} | found
+    record = {
+        "command": shlex.join(["vmd", *without("--json", sys.argv[1:])]),
+        "preset": preset,
+        "versions": versions,
+    } | found
+    print_table(*bench_table(record), title=f"vmd bench {what} {preset}, {record['hardware']['name']}")
     if json_out is not None:
         write_atomically(json_out, json.dumps(record, indent=1))
-    print_table(*bench_table(record), title=f"vmd bench {what} {preset}, {record['hardware']['name']}")
     if "exponent" in record:
         say(f"time grows as {record['vary']} to the power {record['exponent']:.2f}")
     if what == "train" and "ceiling_flops" in record["rows"][0]:
         say(f"ceiling: {record['rows'][0]['ceiling_flops'] / 1e12:.4g} TFLOP/s, a matrix product measured in this run")
+    if what == "train" and naive and not vary and "naive" not in record["rows"][0]:
+        say("naive: the same path, on this device and with these settings")
     if any("naive" in row for row in record["rows"]):
         say(f"naive: {NAIVE_TRAINING if what == 'train' else NAIVE_SAMPLING}")
 

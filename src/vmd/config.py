@@ -304,7 +304,8 @@ class TrainingConfig:
             require_range(f"training.{name}", getattr(self, name), 0)
         require_range("training.seed", self.seed, 0, 2**62)
         require(
-            0 < self.learning_rate < float("inf"), f"training.learning_rate={self.learning_rate}: expected a positive number"
+            0 < self.learning_rate <= 1e30,
+            f"training.learning_rate={self.learning_rate}: expected a positive number up to 1e30",
         )
         require(0 <= self.ema < 1, f"training.ema={self.ema}: expected a decay in [0, 1)")
 

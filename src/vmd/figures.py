@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,7 +187,7 @@ def draw_curves(logs: dict[str, list[dict]], metrics: list[str], against: str, p
     for axis, metric in zip(axes[0], metrics, strict=True):
         settled: list[float] = []  # of long logs, whose first steps would dwarf the rest
         for number, (name, log) in enumerate(logs.items()):
-            points = [(r[against], r[metric]) for r in log if isinstance(r.get(metric), int | float) and against in r]
+            points = [(r[against], r[metric]) for r in log if is_finite(r.get(metric)) and is_finite(r.get(against))]
             if points:
                 x, y = zip(*points, strict=True)
                 settled += y[1 + len(y) // 20 :] if len(y) >= 20 else y
@@ -200,6 +201,10 @@ def draw_curves(logs: dict[str, list[dict]], metrics: list[str], against: str, p
         axis.grid(color=GRID)
     axes[0, 0].legend(frameon=False, fontsize=9)
     return save(figure, path)
+
+
+def is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def caption(results: dict, data: str, key: str) -> str:

@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import platform
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +42,25 @@ def claimed(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
+def remove_together(paths: list[Path], folder: Path) -> None:
+    """All of them or, if one cannot be removed, none. They are in the folder."""
+    paths = [path for path in paths if path.exists()]
+    if not paths:
+        return
+    aside = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder))
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for number, path in enumerate(paths):
+            path.rename(aside / str(number))
+            moved.append((path, aside / str(number)))
+    except OSError as error:
+        for path, kept in reversed(moved):
+            kept.rename(path)
+        aside.rmdir()
+        raise InvalidInput(f"{error.filename}: cannot be replaced: {error.strerror}; nothing was removed") from None
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write beside the target, flush to disk, rename: a reader sees the old file or the new one, never a part."""
     partial = path.with_name(path.name + ".partial")
@@ -55,11 +76,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise InvalidInput(f"{path}: cannot write: {error.strerror}") from None
 
 
-def read_json(path: Path) -> Any:
+def read_text(path: Path) -> str:
     try:
-        return json.loads(path.read_text())
+        return path.read_text(errors="replace")
     except OSError as error:
         raise InvalidInput(f"{path}: cannot read: {error.strerror}") from None
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path))
     except (ValueError, RecursionError):
         raise InvalidInput(f"{path}: expected JSON") from None
 

@@ -42,7 +42,7 @@ from vmd.distributed import (
     world_size,
 )
 from vmd.ensemble import Ensemble
-from vmd.files import claimed, make_folder, write_atomically
+from vmd.files import claimed, make_folder, read_text, write_atomically
 from vmd.flops import forward_flops
 from vmd.masking import Masks, Rows, draw_masks, draw_steps
 from vmd.model import VMD
@@ -51,7 +51,7 @@ from vmd.optimizers import Optimizers, make_optimizer
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss is no longer a number."""
+    """Loss, gradient or weights are no longer numbers."""
 
 
 class Stopped(RuntimeError):
@@ -438,6 +438,7 @@ def train(
         if resume:
             require(out is not None, "resume: expected an output folder to resume from")
             first, told = load_newest_checkpoint(Path(out or ""), parameters, average, optimizer, to_dict(config))
+            require(first <= training.steps, f"training.steps={training.steps}: expected at least {first}, where the run is")
             on_note(f"resuming {told}")
             wait_for_all()  # until every process has read what the first may now change
             log = trim_log(Path(out or ""), first) if leads else []
@@ -453,7 +454,7 @@ def train(
             generator.manual_seed(step_seed(training.seed, step))
             batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator, rows)
             loss, norm = take_step(batch, weights * kl_warmup(objective, step), step)
-            finite = loss.total.isfinite().all()
+            finite = loss.total.isfinite().all() & norm.isfinite().all()
             bad_step = torch.where(good & ~finite, step, bad_step)
             good = good & finite
             if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * training.steps:
@@ -467,6 +468,10 @@ def train(
                 done % training.checkpoint_every == 0 or done == training.steps or stopped_by is not None
             )
             logging = done % training.log_every == 0 or done == training.steps or done == 1
+            if saving:  # weights that are no numbers must not take the place of good ones
+                whole = torch.stack([local(p.detach()).isfinite().all() for p in parameters.values()]).all()
+                bad_step = torch.where(good & ~whole, step, bad_step)
+                good = good & whole
             if (logging or saving) and highest_of_all(int(not good)):
                 where = training.steps - highest_of_all(0 if good else training.steps - int(bad_step))
                 raise TrainingDiverged(divergence(where, training, out))
@@ -540,8 +545,8 @@ def divergence(step: int, training: TrainingConfig, out: Path | None) -> str:
     kept = checkpoint_files(out)[-1:] if out is not None else []
     last = f"last good checkpoint: {kept[0]}" if kept else "no checkpoint was written"
     return (
-        f"the loss is no longer a number at step {step + 1} (batch seed {step_seed(training.seed, step)}); {last}; "
-        "try a lower training.learning_rate"
+        f"loss, gradient or weights are no longer numbers at step {step + 1} (batch seed "
+        f"{step_seed(training.seed, step)}); {last}; try a lower training.learning_rate"
     )
 
 
@@ -576,12 +581,12 @@ def trim_log(out: Path, step: int) -> list[dict]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_text().splitlines():
+    for line in read_text(path).splitlines():
         try:
             record = json.loads(line)
         except ValueError:
             continue  # the line that a crash cut short
-        if record["step"] <= step:
+        if isinstance(record, dict) and isinstance(record.get("step"), int) and record["step"] <= step:
             records.append(record)
     write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
     return records
