@@ -12,7 +12,7 @@ from command import refused, settings, succeeds
 from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, tiny_config
 from vmd.bench import as_fast_as_it_gets, cases_of, exponent, run_bench
 from vmd.config import InvalidInput, LatentConfig, ModelConfig, RunConfig, TrainingConfig
-from vmd.flops import forward_flops
+from vmd.flops import forward_flops, sampling_flops
 from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.presets import preset
@@ -61,6 +61,25 @@ def test_a_z_of_noise_costs_its_pathway_alone(r):
     assert forward_flops(noise) - forward_flops(plain) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("r", [4, 32])
+@pytest.mark.parametrize(
+    "z",
+    [NO_LATENT, latent(), learned_prior(), codes(), codes(layers=1), codes(head="additive"), "draft"],
+    ids=["none", "gaussian", "learned-prior", "codes", "last-layer", "additive", "draft"],
+)
+def test_counted_work_of_sampling_is_most_of_what_torch_counts(z, r, steps):
+    """What is counted less is work that nothing needs: z's way in at every step, the last layer of finished blocks."""
+    config = ModelConfig(11, 32, r, layers=4, width=32, heads=2, latent=NO_LATENT if z == "draft" else z)
+    model = VMD(replace(config, draft=16) if z == "draft" else config).eval()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model.sample(1, steps=steps)
+    useful, made = sampling_flops(model.config, steps), counter.get_total_flops()
+    assert 0.6 * made < useful < 1.01 * made
+    if z == NO_LATENT and r == 32:
+        assert useful == pytest.approx(made, rel=0.01)
+
+
 def test_useful_work_is_less_than_what_a_dense_mask_makes():
     config = ModelConfig(vocab_size=11, length=64, block_size=4, layers=4, width=16, heads=2, latent=NO_LATENT)
     assert 0.5 * counted(config) < forward_flops(config) < counted(config)
@@ -96,6 +115,8 @@ def test_a_bench_says_what_it_measured(what, tmp_path):
     assert "naive" in printed.err
     for row in record["rows"]:
         assert row["tokens_per_second"] > 0
+        assert row["spread"] >= 0
+        assert row["utilisation"] == pytest.approx(row["flops_per_token"] * row["tokens_per_second"] / row["ceiling_flops"])
         if what == "train":  # on a CPU the same path
             assert "naive" not in row
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from vmd.config import ModelConfig, ObjectiveConfig, RunConfig, override_all, require, to_dict
 from vmd.data.synthetic import law
 from vmd.files import hardware
-from vmd.flops import forward_flops
+from vmd.flops import forward_flops, sampling_flops
 from vmd.masking import Rows
 from vmd.model import VMD
 from vmd.sampling import check_settings
@@ -143,10 +143,13 @@ def measure_training(
 
 
 def bench_sampling(
-    config: ModelConfig, device: str, batch: int, steps: int, *, repeats: int = 3, naive: bool = True, compare: bool = True
+    config: ModelConfig, device: str, batch: int, steps: int, *, repeats: int = 5, naive: bool = True, compare: bool = True
 ) -> dict:
     """Tokens per second of `VMD.sample` with random weights, rule sample, order prob, in float32."""
     measured = measure_sampling(config, device, batch, steps, repeats)
+    flops, ceiling = sampling_flops(config, steps) / config.length, measured_ceiling(device)
+    measured |= {"flops_per_token": flops, "ceiling_flops": ceiling}
+    measured["utilisation"] = flops * measured["tokens_per_second"] / ceiling
     if compare and config.has_latent:
         bare = measure_sampling(replace(config, latent=replace(config.latent, kind="none")), device, batch, steps, repeats)
         measured["without_latent"] = bare
@@ -167,13 +170,15 @@ def measure_sampling(config: ModelConfig, device: str, batch: int, steps: int, r
     generator = torch.Generator(device).manual_seed(0)
     call = partial(model.sample, batch, steps=steps, desk=desk, cache=fast, generator=generator)
     drawn = call()  # records its steps
-    seconds = statistics.median(timed(call, device, repeats=repeats, warmup=1 if fast else 0))
+    times = timed(call, device, repeats=repeats, warmup=1 if fast else 0)
+    seconds = statistics.median(times)
     return {
         "batch": batch,
         "steps": steps,
         "nfe": drawn.nfe,
         "cache_passes": drawn.cache_passes,
         "seconds": seconds,
+        "spread": (max(times) - min(times)) / seconds,
         "tokens_per_second": batch * config.length / seconds,
         "milliseconds_per_block": 1000 * seconds / config.blocks,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None,

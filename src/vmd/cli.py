@@ -738,7 +738,7 @@ def bench(
         write_atomically(json_out, json.dumps(record, indent=1))
     if "exponent" in record:
         say(f"time grows as {record['vary']} to the power {record['exponent']:.2f}")
-    if what == "train" and "ceiling_flops" in record["rows"][0]:
+    if "ceiling_flops" in record["rows"][0]:
         say(f"ceiling: {record['rows'][0]['ceiling_flops'] / 1e12:.4g} TFLOP/s, a matrix product measured in this run")
     if what == "train" and naive and not vary and "naive" not in record["rows"][0]:
         say("naive: the same path, on this device and with these settings")

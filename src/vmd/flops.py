@@ -28,8 +28,7 @@ def forward_flops(config: ModelConfig) -> float:
 
     total = network(c.layers) + 2 * length * d * c.vocab_size
     if c.draft:
-        before = min(r - 1, DRAFT_REACH) * DRAFT_EMBEDDING
-        total += 2 * length * c.draft * (d + before + c.draft + c.vocab_size)
+        total += draft_flops(c)
     if z.kind == "gaussian":
         if z.encoder_layers:
             if z.encoder_stream == "doubled":
@@ -59,3 +58,42 @@ def forward_flops(config: ModelConfig) -> float:
         elif not z.code_layers:
             total += 2 * length * c.vocab_size * z.codes
     return float(total)
+
+
+def sampling_flops(config: ModelConfig, steps: int) -> float:
+    """The same for one sequence that is sampled with cached keys and values, N = steps per block, z drawn once per block.
+
+    A step runs over one block, which sees itself and the blocks before it. A finished block runs once more for its keys and
+    values, except for the last.
+    """
+    c, d, r, z = config, config.width, config.block_size, config.latent
+    blocks = config.length // r
+    keys_values, rest = 4 * d * d, 4 * d * d + 4 * c.mlp_ratio * d * d
+    seen = r * r * blocks * (blocks + 1) / 2  # pairs of one pass over every block
+    seen_by_finished = r * r * blocks * (blocks - 1) / 2
+
+    def network(layers: int, passes: int) -> float:
+        noisy = layers * (config.length * (keys_values + rest) + 4 * d * seen)
+        finished = (layers - 1) * ((blocks - 1) * r * (keys_values + rest) + 4 * d * seen_by_finished)
+        return passes * noisy + (finished + (blocks - 1) * r * keys_values if blocks > 1 else 0)
+
+    total = network(c.layers, steps) + steps * 2 * config.length * d * c.vocab_size
+    if c.draft:
+        total += draft_flops(c)
+    if z.kind == "gaussian":
+        modulations = 1 if z.shared_modulation else c.layers
+        total += blocks * 2 * (modulations * 6 * d * d + z.dim * d + d * d + 2 * d * d)
+        if z.prior == "learned":
+            total += network(z.prior_layers, 1) + blocks * 2 * d * 2 * z.dim
+    if z.coded:
+        total += (config.length if z.kind == "chain" else blocks) * 2 * d * z.codes
+        total += blocks * 2 * 6 * d * d * (min(1, z.code_layers) if z.shared_modulation else z.code_layers)
+        if z.head == "bilinear":
+            total += steps * 2 * config.length * (z.head_dim or d) * (d + c.vocab_size)
+    return float(total)
+
+
+def draft_flops(config: ModelConfig) -> float:
+    """Of the small head that writes every token in turn."""
+    before = min(config.block_size - 1, DRAFT_REACH) * DRAFT_EMBEDDING
+    return float(2 * config.length * config.draft * (config.width + before + config.draft + config.vocab_size))

@@ -395,7 +395,7 @@ def bench_table(record: dict) -> tuple[list[str], list[list[str]]]:
     training = record["what"] == "train"
     headers = [record["vary"]] if record["vary"] else []
     headers += ["tokens/s", "ms per step", "utilisation", "peak GiB"] if training else []
-    headers += [] if training else ["batch", "steps per block", "NFE", "tokens/s", "ms per block", "peak GiB"]
+    headers += [] if training else ["batch", "steps per block", "NFE", "tokens/s", "ms per block", "utilisation", "peak GiB"]
     headers += ["against no latent", "against naive"]
     lines = []
     for row in record["rows"]:
@@ -415,7 +415,8 @@ def bench_table(record: dict) -> tuple[list[str], list[list[str]]]:
             line.append(f"{row['times_naive']:.1f} x as fast" if "naive" in row else "-")
         else:
             line += [str(row["batch"]), str(row["steps"]), str(row["nfe"]), f"{row['tokens_per_second']:,.0f}"]
-            line += [f"{row['milliseconds_per_block']:.2f}", peak]
+            use = f"{100 * row['utilisation']:.2g} %" if "utilisation" in row else "-"
+            line += [f"{row['milliseconds_per_block']:.2f}", use, peak]
             line.append(f"{row['time_of_no_latent']:.2f} x its time" if "without_latent" in row else "-")
             line.append(f"{row['times_naive']:.1f} x as fast" if "naive" in row else "-")
         lines.append(line)
