@@ -125,6 +125,7 @@ def test_a_bench_says_what_it_measured(what, tmp_path):
         assert row["without_latent"]["tokens_per_second"] > 0
     if what == "train":
         (row,) = record["rows"]
+        assert row["bandwidth_bytes"] > 0
         assert row["utilisation"] == pytest.approx(row["flops_per_token"] * row["tokens_per_second"] / row["ceiling_flops"])
     else:
         assert [(row["batch"], row["steps"], row["nfe"]) for row in record["rows"]] == [(2, 1, 4), (2, 2, 8)]

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from vmd import attention
 from vmd.attention import Visibility, attend, attend_few, of_first_queries, visibility
 from vmd.bench import RandomTokens
 from vmd.config import ObjectiveConfig, RunConfig, override_all
@@ -202,20 +203,26 @@ def test_recorded_samples_are_the_plain_ones(settings, rule, order, z):
 
 
 @pytest.mark.parametrize("kind", ["none", "categorical"])
-def test_samples_are_recorded_unasked_and_equal_the_uncached_ones(kind):
-    model = VMD(text_like(f"model.latent.kind={kind}").model).cuda().eval()
+def test_samples_are_recorded_unasked_and_equal_the_uncached_ones(kind, monkeypatch):
+    model, desks, desk = VMD(text_like(f"model.latent.kind={kind}").model).cuda().eval(), [], VMD.desk
+    monkeypatch.setattr(VMD, "desk", lambda *args, **more: desks.append(desk(*args, **more)) or desks[-1])
     by_default, uncached = (model.sample(20, seeds=list(range(20)), rule="argmax", cache=cache) for cache in (True, False))
+    assert [bool(found.recordings) for found in desks] == [True]
     assert (by_default.tokens == uncached.tokens).float().mean() > 0.98  # equal but for ties of rounding
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("tq", "tk"), [(1, 16), (4, 40), (8, 256), (16, 4096)])
-def test_attention_of_few_queries_equals_the_kernel(tq, tk, masked):
+def test_attention_of_few_queries_is_taken_and_equals_the_kernel(tq, tk, masked, monkeypatch):
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(2, 3, t, 32, device="cuda", generator=generator) for t in (tq, tk, tk))
     visible = torch.arange(tk, device="cuda") <= torch.arange(tq, device="cuda").unsqueeze(1) + tk // 2 if masked else None
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible)
-    torch.testing.assert_close(attend_few(q, k, v, visible), exact.float(), atol=1e-5, rtol=1e-5)
+    taken = []
+    monkeypatch.setattr(attention, "attend_few", lambda *args: taken.append(attend_few(*args)) or taken[-1])
+    with torch.no_grad():
+        torch.testing.assert_close(attention.attend(q, k, v, visible), exact.float(), atol=1e-5, rtol=1e-5)
+    assert len(taken) == 1
 
 
 def test_a_desk_serves_many_calls():
@@ -226,8 +233,11 @@ def test_a_desk_serves_many_calls():
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["on the device", "on the host"])
 @pytest.mark.parametrize("name", ["law", "array", "puzzles", "text"])
-def test_a_batch_is_drawn_without_waiting_for_the_device(name, tmp_path):
+def test_a_batch_is_drawn_without_waiting_for_the_device(name, kept, tmp_path, monkeypatch):
+    for module in ("arrays", "text") if not kept else ():
+        monkeypatch.setattr(f"vmd.data.{module}.ON_DEVICE", 0)
     run = RunConfig(objective=ObjectiveConfig(masking="steps", steps=(1, 2)))
     if name == "law":
         data = law("d1")

@@ -51,6 +51,14 @@ def measured_ceiling(device: str, size: int = 0) -> float:
     return 2 * size**3 / min(times)
 
 
+def measured_bandwidth(device: str) -> float:
+    """Bytes per second, read and written, of a copy too large for any cache: the best of several."""
+    size = 2**28 if device == "cuda" else 2**24
+    a, b = (torch.zeros(size, device=device) for _ in range(2))
+    times = timed(lambda: b.copy_(a), device, repeats=10 if device == "cuda" else 3)
+    return 2 * a.numel() * a.element_size() / min(times)
+
+
 def timed(call: Callable[[], object], device: str, *, repeats: int, warmup: int = 1) -> list[float]:
     """Seconds of each call, waiting for the device before and after."""
 
@@ -100,7 +108,7 @@ def bench_training(
     measured["path"] = {name: getattr(run.training, name) for name in ("compile", "capture", "precision", "attention")}
     flops = 3 * forward_flops(run.model) / run.model.length  # per token; the backward pass costs twice the forward
     ceiling = measured_ceiling(device)
-    measured |= {"flops_per_token": flops, "ceiling_flops": ceiling}
+    measured |= {"flops_per_token": flops, "ceiling_flops": ceiling, "bandwidth_bytes": measured_bandwidth(device)}
     measured["utilisation"] = flops * measured["tokens_per_second"] / ceiling
     if compare and run.model.has_latent:
         bare = measure_training(without_latent(run), device, windows, steps_per_window, partial(on_step, "without latent"))

@@ -739,7 +739,9 @@ def bench(
     if "exponent" in record:
         say(f"time grows as {record['vary']} to the power {record['exponent']:.2f}")
     if "ceiling_flops" in record["rows"][0]:
-        say(f"ceiling: {record['rows'][0]['ceiling_flops'] / 1e12:.4g} TFLOP/s, a matrix product measured in this run")
+        row = record["rows"][0]
+        memory = f"; memory {row['bandwidth_bytes'] / 1e12:.3g} TB/s, a copy" if "bandwidth_bytes" in row else ""
+        say(f"ceiling: {row['ceiling_flops'] / 1e12:.4g} TFLOP/s, a matrix product{memory}, measured in this run")
     if what == "train" and naive and not vary and "naive" not in record["rows"][0]:
         say("naive: the same path, on this device and with these settings")
     if any("naive" in row for row in record["rows"]):
