@@ -85,9 +85,13 @@ def as_fast_as_it_gets(run: RunConfig, device: str, chosen: set[str]) -> RunConf
     return replace(run, training=replace(run.training, **wanted))
 
 
+def plain_model(model: ModelConfig) -> ModelConfig:
+    """Without what makes tokens of one step agree."""
+    return replace(model, latent=replace(model.latent, kind="none"), draft=0)
+
+
 def without_latent(run: RunConfig) -> RunConfig:
-    latent = replace(run.model.latent, kind="none")
-    return replace(run, model=replace(run.model, latent=latent), objective=ObjectiveConfig())
+    return replace(run, model=plain_model(run.model), objective=ObjectiveConfig())
 
 
 def bench_training(
@@ -110,7 +114,7 @@ def bench_training(
     ceiling = measured_ceiling(device)
     measured |= {"flops_per_token": flops, "ceiling_flops": ceiling, "bandwidth_bytes": measured_bandwidth(device)}
     measured["utilisation"] = flops * measured["tokens_per_second"] / ceiling
-    if compare and run.model.has_latent:
+    if compare and run.model.tokens_agree:
         bare = measure_training(without_latent(run), device, windows, steps_per_window, partial(on_step, "without latent"))
         measured["without_latent"] = bare
         measured["speed_of_no_latent"] = measured["tokens_per_second"] / bare["tokens_per_second"]
@@ -158,8 +162,8 @@ def bench_sampling(
     flops, ceiling = sampling_flops(config, steps) / config.length, measured_ceiling(device)
     measured |= {"flops_per_token": flops, "ceiling_flops": ceiling}
     measured["utilisation"] = flops * measured["tokens_per_second"] / ceiling
-    if compare and config.has_latent:
-        bare = measure_sampling(replace(config, latent=replace(config.latent, kind="none")), device, batch, steps, repeats)
+    if compare and config.tokens_agree:
+        bare = measure_sampling(plain_model(config), device, batch, steps, repeats)
         measured["without_latent"] = bare
         measured["time_of_no_latent"] = measured["seconds"] / bare["seconds"]
     if naive:

@@ -670,7 +670,7 @@ def bench(
         bool, typer.Option(help="Also measure the naive path, for the ratio: without --vary, of samples up to batch 64.")
     ] = True,
     latent: Annotated[
-        bool, typer.Option(help="Also measure the same model without its latent, for the ratio: without --vary.")
+        bool, typer.Option(help="Also measure the same model without its latent or draft, for the ratio: without --vary.")
     ] = True,
     json_out: Annotated[Path | None, typer.Option("--json", help="Also write everything as JSON.")] = None,
     device: Device = "auto",
