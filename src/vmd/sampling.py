@@ -321,7 +321,7 @@ def choose(
             return logits.argmax(-1)
         return draw_tokens(logits, uniforms[:, place], how.temperature, how.top_p)
 
-    tokens = draw(logits, slice(None))
+    tokens = draw(logits, slice(None)) if write is None else logits.argmax(-1)  # a guess, to be written over
     masked = before == mask_id
     probabilities = None if random_order is not None else logits.double().softmax(-1)
     score = confidence(probabilities, how.order) if probabilities is not None else random_order
