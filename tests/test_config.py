@@ -20,7 +20,9 @@ from vmd.config import (
     override,
     override_all,
     to_dict,
+    with_new_fields,
 )
+from vmd.systems import is_of
 
 
 def one_line(error) -> bool:
@@ -293,3 +295,14 @@ def test_settings_of_latents_and_steps_survive_json():
     model = tiny_config(4, 2, z=codes(7, "additive", 1, code_chunk=3))
     config = RunConfig(model, ObjectiveConfig(masking="steps", steps=(1, 2), z="once"))
     assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_a_configuration_from_before_a_field_was_there_is_the_same_with_its_default():
+    run = override_all(RunConfig(), ["model.width=32"])
+    saved = to_dict(run)
+    del saved["model"]["draft"], saved["objective"]["focal"]
+    assert with_new_fields(saved) == to_dict(run)
+    assert is_of(json.dumps(saved), run)
+    assert not is_of(json.dumps(saved), override_all(run, ["model.draft=8", "model.latent.kind=none"]))
+    foreign = {"model": {"no such field": 1}}
+    assert with_new_fields(foreign) == foreign

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from helpers import all_sequences, chi_square_p, random_tokens, tiny_config
 from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import law
-from vmd.evaluation import evaluate_model
+from vmd.evaluation import evaluate_model, rows_per_pass
 from vmd.likelihood import confidence_order_nll, enumerate_orders, exact_nll, nll_bound
 from vmd.masking import apply_mask, draw_steps
 from vmd.metrics import kl_to, one_step_probabilities, sequence_ids
 from vmd.model import VMD
+from vmd.solving import solve_puzzles
 from vmd.training import train
 
 V = 3
@@ -147,3 +148,26 @@ def test_its_parameters_are_counted_apart():
 def test_what_has_no_draft_is_refused(more):
     with pytest.raises(InvalidInput, match=r"model.draft=8: expected 0 with a latent"):
         ModelConfig(vocab_size=V, length=4, **({"draft": 8, "latent": NO_Z} | more))
+
+
+def board(z: LatentConfig = NO_Z) -> VMD:
+    return VMD(ModelConfig(4, 16, 16, layers=1, width=16, heads=2, board=True, draft=16, latent=z), seed=3).eval()
+
+
+@pytest.mark.parametrize("revise", [False, True])
+def test_a_solver_says_what_was_written_and_not_what_was_guessed_before(revise):
+    model, puzzle, last = board(), torch.zeros(8, 16, dtype=torch.long), []
+    puzzle[:, 0] = torch.arange(8) % 4 + 1
+    found = solve_puzzles(
+        model, puzzle, steps=2, early=False, revise=revise, on_step=lambda attempt, frame: last.append(frame.canvas)
+    )
+    assert torch.equal(found.grids, last[-1])
+    drawn = model.sample(prompt=puzzle - 1, steps=2, rule="argmax", order="margin", revise=revise)
+    assert torch.equal(found.grids, drawn.tokens + 1)
+    many = solve_puzzles(model, puzzle[:1].expand(20, -1), steps=1, early=False, rule="sample")
+    assert len(many.grids.unique(dim=0)) > 1
+
+
+def test_rows_of_a_pass_heed_the_head(monkeypatch):
+    small, large = (VMD(replace(tiny_config(8, 4, V, NO_Z), draft=width)) for width in (8, 60_000))
+    assert rows_per_pass(large) < rows_per_pass(small)

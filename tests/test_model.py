@@ -330,3 +330,12 @@ def test_a_command_takes_a_model_that_comes_with_the_library(tmp_path, monkeypat
     tiny_model(4, 2).save_pretrained(tmp_path / "weights" / "toy")
     assert len(vmd("sample", "toy", "--n", 3, "--device", "cpu").out.splitlines()) == 3
     assert vmd("sample", "toys", "--device", "cpu").code == 2
+
+
+@pytest.mark.parametrize("name", ["", "a" * 300, "__pycache__"])
+def test_names_that_are_no_models_are_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("vmd.model.SHIPPED", tmp_path)
+    (tmp_path / "__pycache__").mkdir()
+    with pytest.raises(InvalidInput, match="expected a model folder with") as error:
+        VMD.from_pretrained(name)
+    assert one_line(error)

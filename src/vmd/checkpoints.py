@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as dump_tensors
 from torch import Tensor
 
-from vmd.config import InvalidInput, flatten, require
+from vmd.config import InvalidInput, flatten, require, with_new_fields
 from vmd.distributed import full, take_shard
 from vmd.files import make_folder, write_atomically
 from vmd.optimizers import Optimizers
@@ -66,9 +66,9 @@ def read_checkpoint(path: Path) -> tuple[int, dict, dict[str, Tensor]]:
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    if metadata.get("format") != "vmd-checkpoint" or not metadata.keys() >= {"step", "config", "checksum"}:
+    if metadata.get("format") != "vmd-checkpoint" or not metadata.keys() >= {"step", "config"}:
         raise ValueError("not a checkpoint")
-    if metadata["checksum"] != checksum(tensors, metadata):
+    if metadata.get("checksum", "") not in ("", checksum(tensors, metadata)):  # older ones have none
         raise ValueError("the checksum does not match")
     return int(metadata["step"]), json.loads(metadata["config"]), tensors
 
@@ -126,7 +126,7 @@ def restore(
 
 def require_same_config(path: Path, saved: dict, current: dict) -> None:
     """A resumed run must be the same run; only its length and how often it reports may change."""
-    old, new = flatten(saved), flatten(current)
+    old, new = flatten(with_new_fields(saved)), flatten(current)
     free = {f"training.{name}" for name in FREE_TO_CHANGE}
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in free]
     if changed:

@@ -405,7 +405,8 @@ def evaluate(
     z: Annotated[
         str | None,
         typer.Option(
-            help="once or fresh. A bound for once takes N passes a row, for fresh at most 8. [default: as for samples]"
+            help="once or fresh; of puzzles also likeliest. A bound for once takes N passes a row, for fresh at most 8. "
+            "[default: as for samples]"
         ),
     ] = None,
     revise: Annotated[

@@ -389,6 +389,14 @@ def flatten(values: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def with_new_fields(saved: dict) -> dict:
+    """A run's configuration that was written before some fields were there: these have their defaults."""
+    try:
+        return to_dict(from_dict(RunConfig, saved))
+    except InvalidInput:  # of another version altogether
+        return saved
+
+
 def from_dict(cls: type[Config], values: Any, where: str = "config") -> Config:
     """The inverse of `to_dict`, refusing unknown fields and wrong types."""
     require(isinstance(values, dict), f"{where}: expected an object, got {values!r:.60}")

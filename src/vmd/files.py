@@ -44,19 +44,23 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def remove_together(paths: list[Path], folder: Path) -> None:
     """All of them or, if one cannot be removed, none. They are in the folder."""
-    paths = [path for path in paths if path.exists()]
+    paths = [path for path in paths if os.path.lexists(path)]
     if not paths:
         return
-    aside = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder))
     moved: list[tuple[Path, Path]] = []
+    aside = None
     try:
+        aside = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder))
         for number, path in enumerate(paths):
             path.rename(aside / str(number))
             moved.append((path, aside / str(number)))
-    except OSError as error:
+    except BaseException as error:
         for path, kept in reversed(moved):
             kept.rename(path)
-        aside.rmdir()
+        if aside is not None:
+            aside.rmdir()
+        if not isinstance(error, OSError):
+            raise
         raise InvalidInput(f"{error.filename}: cannot be replaced: {error.strerror}; nothing was removed") from None
     shutil.rmtree(aside, ignore_errors=True)
 

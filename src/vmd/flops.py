@@ -78,8 +78,8 @@ def sampling_flops(config: ModelConfig, steps: int) -> float:
         return passes * noisy + (finished + (blocks - 1) * r * keys_values if blocks > 1 else 0)
 
     total = network(c.layers, steps) + steps * 2 * config.length * d * c.vocab_size
-    if c.draft:
-        total += draft_flops(c)
+    if c.draft:  # every step scores all places, and every token is written once
+        total += (steps + 1) * draft_flops(c)
     if z.kind == "gaussian":
         modulations = 1 if z.shared_modulation else c.layers
         total += blocks * 2 * (modulations * 6 * d * d + z.dim * d + d * d + 2 * d * d)

@@ -77,16 +77,21 @@ class CodeChain(NamedTuple):
         return torch.cat(codes, dim=-1)
 
     def likeliest(self) -> Tensor:
-        """(..., r): of all chains the most probable, by Viterbi's algorithm."""
+        """(..., r): of all chains the most probable, by Viterbi's algorithm. A row takes K x K: few at a time."""
+        rows = self.bias.flatten(0, -3)
+        some = rows.split(max(1, 2**24 // self.next.numel()))
+        return torch.cat([CodeChain(part, self.next)._viterbi() for part in some]).view(self.bias.shape[:-1]).float()
+
+    def _viterbi(self) -> Tensor:
         best, came_from = self.bias[..., 0, :].log_softmax(-1), []
         for place in range(1, self.bias.shape[-2]):
-            steps = (self.next + self.bias[..., place, :].unsqueeze(-2)).log_softmax(-1)  # (..., K, K)
+            steps = (self.next + self.bias[..., place, :].unsqueeze(-2)).log_softmax(-1)  # (rows, K, K)
             best, before = (best.unsqueeze(-1) + steps).max(-2)
             came_from.append(before)
         codes = [best.argmax(-1, keepdim=True)]
         for before in reversed(came_from):
             codes.insert(0, before.gather(-1, codes[0]))
-        return torch.cat(codes, dim=-1).float()
+        return torch.cat(codes, dim=-1)
 
     def forward_messages(self, log_likelihood: Tensor) -> list[Tensor]:
         """log p(evidence up to token i, k_i), (..., K) for each of the r tokens; the evidence is (..., r, K)."""

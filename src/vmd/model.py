@@ -1,6 +1,7 @@
 """The model: configuration and networks, the calls that objective and sampler need, and its files."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -22,10 +23,13 @@ SHIPPED = Path(__file__).with_name("weights")  # models that come with the libra
 
 def model_folder(name: str | Path) -> Path:
     """A folder as it is, or a model that comes with the library by its name."""
-    shipped = {path.name: path for path in SHIPPED.glob("*") if path.is_dir()}
-    if Path(name).exists() or str(name) not in shipped:
+    shipped = {path.parent.name: path.parent for path in SHIPPED.glob(f"*/{CONFIG_FILE}")}
+    if os.path.exists(name) or str(name) not in shipped:
         also = f", or one that comes with vmd: {', '.join(sorted(shipped))}" if shipped else ""
-        require(Path(name).is_dir(), f"{name}: expected a model folder with {CONFIG_FILE} and {WEIGHTS_FILE}{also}")
+        require(
+            str(name) != "" and os.path.isdir(name),
+            f"{str(name)[:200] or repr('')}: expected a model folder with {CONFIG_FILE} and {WEIGHTS_FILE}{also}",
+        )
         return Path(name)
     return shipped[str(name)]
 
@@ -270,7 +274,8 @@ class Predictor:
             return part if part.shape[1] == 1 else part.index_select(1, self.block)
 
         mine = CodeChain(here(prior.bias), prior.next) if isinstance(prior, CodeChain) else type(prior)(*map(here, prior))
-        z.index_copy_(1, self.block, mine.draw(noise.unsqueeze(1)) if noise.shape[-1] else mine.likeliest())
+        drawn = mine.draw(noise.unsqueeze(1)) if noise.shape[-1] else mine.likeliest()
+        z.index_copy_(1, self.block, drawn.to(z.dtype))
 
     def _of_block(self, x: Tensor, before: int = 0) -> Tensor:
         """The tokens of the block, and of some before it."""
@@ -286,18 +291,19 @@ class Predictor:
         return self._of_block(self.model.denoise(canvas, canvas, z))
 
     def _draft_logits(self, canvas: Tensor, h: Tensor) -> Tensor:
-        """Before the step writes anything; the features are kept for `write`."""
-        self.features = h
-        return self.model.decoder.logits(h, self._of_block(canvas))
+        """Before the step writes anything; what `write` goes on from is kept."""
+        draft = self.model.decoder.draft
+        assert draft is not None
+        self.blind, self.features = self.model.decoder.head(h), draft.features(h)
+        return self.blind + draft(self.features, draft.windows(self._of_block(canvas)))
 
     def write(self, known: Tensor, writes: Tensor, draw: Draw) -> Tensor:
         """The block (B, r) after the last prediction's step has written where it `writes`, each in sight of those before."""
-        decoder, draft = self.model.decoder, self.model.decoder.draft
+        draft, known = self.model.decoder.draft, known.clone()
         assert draft is not None
-        logits, features, known = decoder.head(self.features), draft.features(self.features), known.clone()
         for place in range(known.shape[1]):
             windows = draft.windows(known[:, : place + 1])[:, -1]
-            token = draw(logits[:, place] + draft(features[:, place], windows), place)
+            token = draw(self.blind[:, place] + draft(self.features[:, place], windows), place)
             known[:, place] = torch.where(writes[:, place], token, known[:, place])
         return known
 

@@ -218,6 +218,7 @@ def try_rows(model: VMD, puzzles: Puzzles, data: str, n: int, steps: int, tries:
                 continue  # its evaluations are those of all tries
             setting = {"data": data, "order": "margin", "rule": "argmax", "steps": steps, "tries": count, "early": early}
             setting |= {"revise": revise, "n": len(puzzle), "evaluations": spent, "z": "likeliest, then once"}
+            setting |= {} if model.config.has_latent else {"z": "once"}
             error = 100 * share_error(share, len(puzzle))
             rows.append({"setting": setting, "metric": "solved", "value": 100 * share, "stderr": error})
     return rows

@@ -338,6 +338,7 @@ def choose(
         score = (score + gumbel).masked_fill(~masked, -torch.inf)
         revealed, stays = masked & first_by(score, quota), before
     after = torch.where(revealed, tokens, stays) if write is None else write(stays, revealed, draw)
+    guess = torch.where(revealed, after, guess)
     return Chosen(guess, after, revealed, score, masked)
 
 

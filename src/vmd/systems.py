@@ -12,7 +12,7 @@ import torch
 
 from vmd import __version__
 from vmd.checkpoints import checkpoint_files
-from vmd.config import RunConfig, require, to_dict
+from vmd.config import RunConfig, require, to_dict, with_new_fields
 from vmd.files import hardware, read_json, write_atomically
 from vmd.tables import render
 
@@ -29,13 +29,28 @@ def read_done(out: Path, resume: bool) -> dict[str, dict]:
     partial = out / "partial.json"
     require(resume or not partial.exists(), f"{out} holds a run: go on with --resume, or give another --out")
     done = read_json(partial) if partial.exists() else {}
-    whole = isinstance(done, dict) and all(isinstance(part, dict) and "signature" in part for part in done.values())
+    whole = isinstance(done, dict) and all(
+        isinstance(part, dict) and is_json(part.get("signature")) for part in done.values()
+    )
     require(whole, f"{partial}: expected the record of a stopped run")
     return done
 
 
+def is_json(text: object) -> bool:
+    try:
+        json.loads(text)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
 def signature(run: RunConfig) -> str:
     return json.dumps(to_dict(run), sort_keys=True)
+
+
+def is_of(saved: str, run: RunConfig) -> bool:
+    """Whether a signature is this run's, be it from before some fields were there."""
+    return saved == signature(run) or with_new_fields(json.loads(saved)) == json.loads(signature(run))
 
 
 def goes_on(folder: Path, resume: bool) -> bool:
@@ -46,7 +61,7 @@ def goes_on(folder: Path, resume: bool) -> bool:
 def run_systems(runs: dict[str, RunConfig], done: dict[str, dict], out: Path, run_one: Callable[[str], dict]) -> None:
     """Those that are not done with these very settings, one after the other; each is kept when it is done."""
     for name, run in runs.items():
-        if signature(run) != done.get(name, {}).get("signature"):
+        if name not in done or not is_of(done[name]["signature"], run):
             done[name] = run_one(name) | {"signature": signature(run)}
             write_atomically(out / "partial.json", json.dumps(done))
 

@@ -19,7 +19,7 @@ from vmd.data import TextData, load_data
 from vmd.data.text import cache_folder
 from vmd.evaluation import rows_per_pass
 from vmd.files import make_folder, write_atomically
-from vmd.likelihood import in_bits, nll_bound
+from vmd.likelihood import Bits, in_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.presets import preset
@@ -152,25 +152,31 @@ def step_counts(run: RunConfig) -> list[int]:
     """Steps per block: few, and all. A model of one block is compared at as many evaluations as blocks of four."""
     r, length = run.model.block_size, run.model.length
     few = (length // 4, length // 2) if r == length else (1, 2, 4, 8)
-    return sorted({count for count in (*few, r) if 1 <= count <= r})
+    trained = run.objective.steps if run.objective.masking == "steps" else ()
+    return sorted({count for count in (*few, *trained, r) if 1 <= count <= r})
 
 
 def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
     """Certified bits per character at every number of steps, and the objective that was trained, with what it is."""
     rows = []
     chunk = rows_per_pass(model)
-    latent = model.config.latent
+    latent, scored = model.config.latent, {}
     z = "once" if model.config.z_reaches_later_blocks else "fresh"
     for steps in step_counts(run):
         samples = iwae if latent.kind == "gaussian" else 1
         generator = torch.Generator(x0.device).manual_seed(0)
         nats = nll_bound(model, x0, steps, z=z, samples=samples, chunk=chunk, generator=generator)
-        bits = in_bits(nats, x0.shape[1])
+        scored[steps] = bits = in_bits(nats, x0.shape[1])
         setting = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "rule": "sample", "n": len(x0)}
         setting |= {"z": z if model.config.has_latent else "none", "iwae": samples}
         rows.append({"setting": setting, "metric": "bits", "value": bits.value, "stderr": bits.stderr})
-    trained = objective_bits(model, x0, run.objective.score_entropy)
-    name = "surrogate" if model.config.tokens_agree else "own_bound"
+    if run.objective.masking == "steps":  # it was these bounds that were trained
+        over = [scored[steps] for steps in run.objective.steps]
+        trained = Bits(sum(b.value for b in over) / len(over), sum(b.stderr or 0.0 for b in over) / len(over))
+    else:
+        trained = objective_bits(model, x0, run.objective.score_entropy)
+    surrogate = model.config.tokens_agree and run.objective.masking != "steps"
+    name = "surrogate" if surrogate else "own_bound"
     rows.append({"setting": {"steps": 0, "nfe": 0, "n": len(x0)}, "metric": name, "value": trained.value})
     rows[-1]["stderr"] = trained.stderr
     return rows
