@@ -50,7 +50,7 @@ def signature(run: RunConfig) -> str:
 
 def is_of(saved: str, run: RunConfig) -> bool:
     """Whether a signature is this run's, be it from before some fields were there."""
-    return saved == signature(run) or with_new_fields(json.loads(saved)) == json.loads(signature(run))
+    return saved == signature(run) or with_new_fields(json.loads(saved)) == to_dict(run)
 
 
 def goes_on(folder: Path, resume: bool) -> bool:
