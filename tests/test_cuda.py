@@ -253,7 +253,11 @@ def test_a_batch_is_drawn_without_waiting_for_the_device(name, kept, tmp_path, m
     for step in range(2):
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first puts the data on the device
         try:
-            draw_batch(model, data, run.objective, step, 8, None, generator)
+            batch = draw_batch(model, data, run.objective, step, 8, None, generator)
+            if step:  # what would wait is noticed, be it a number read or a copy from ordinary memory
+                for waits in (batch.x0.sum().item, lambda: torch.ones(3).to("cuda")):
+                    with pytest.raises(RuntimeError, match="synchroniz"):
+                        waits()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -89,6 +89,18 @@ def test_a_resumed_run_keeps_its_tokenizer(source, tmp_path):
     assert (out / "tokenizer.json").read_bytes() == kept
 
 
+def test_a_run_that_was_killed_when_only_its_tokenizer_was_there_is_begun_again(source, tmp_path):
+    out = tmp_path / "run"
+    train(source, out)
+    for path in out.iterdir():
+        if path.is_file() and path.name != "tokenizer.json":
+            path.unlink()
+    for path in (out / "checkpoints").iterdir():
+        path.unlink()
+    train(source, out)
+    assert (out / "model.safetensors").exists()
+
+
 def test_an_overwritten_run_leaves_no_tokenizer_behind(source, tmp_path):
     out = tmp_path / "run"
     train(source, out)

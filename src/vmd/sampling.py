@@ -282,7 +282,7 @@ class Desk:
         """Predict the block, choose tokens, keep the surest. Reads and writes tensors only: nothing here waits."""
         logits = self.predictor.predict(self.canvas, block, self.latents, inputs.noise)
         before, given = (x.index_select(1, self.positions) for x in (self.canvas, self.given))
-        write = getattr(self.predictor, "write", None) if self.model.config.draft else None
+        write = self.predictor.write if self.model.config.draft else None  # type: ignore[attr-defined]
         chosen = choose(logits, before, given, self.mask_id, how, inputs, write)
         self.canvas.index_copy_(1, self.positions, chosen.after)
         return chosen.revealed, chosen.score, chosen.masked
