@@ -201,6 +201,15 @@ def test_kernels_are_chosen_where_they_fit_and_pay():
     assert chosen == ["fused", "dense", "dense", "dense"]
 
 
+@pytest.mark.parametrize(
+    ("length", "head", "attention"),
+    [(81, 32, "fused"), (164, 32, "fused"), (256, 32, "fused"), (257, 32, "dense"), (164, 64, "dense"), (32, 32, "dense")],
+)
+def test_a_kernel_is_chosen_for_one_block_that_fits_it(length, head, attention):
+    run = RunConfig(ModelConfig(9, length, length, width=2 * head, heads=2, latent=NO_LATENT))
+    assert fast_settings(run, "cuda")["attention"] == attention
+
+
 def test_only_long_runs_are_compiled():
     assert not fast_settings(of_heads(32, steps=10, batch_size=8), "cuda")["compile"]
     assert fast_settings(of_heads(32, steps=10_000, batch_size=512), "cuda")["compile"]

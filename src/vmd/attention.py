@@ -1,5 +1,6 @@
 """What sees what, attention behind one name, and the cache of keys and values."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -44,6 +45,30 @@ class Fused(NamedTuple):
     own_clean_block: bool
 
 
+class Whole(NamedTuple):
+    """Everything sees everything, by a kernel."""
+
+
+class Everything(nn.Module):
+    """What sees what in a pass over one block: everything, and by a kernel if it is short."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.head_dim = head_dim
+        self.other: Whole | None = None
+
+    def forward(self, length: int) -> Whole | None:
+        return self.other if whole_fits(length, self.head_dim) else None
+
+    def use(self, way: str) -> None:
+        self.other = Whole() if way == "fused" else None
+
+
+def whole_fits(length: int, head_dim: int) -> bool:
+    """A head's keys and values, and their gradients, must fit a GPU's registers together."""
+    return 2 ** math.ceil(math.log2(length)) * head_dim <= 8192
+
+
 class Visibility(nn.Module):
     """What sees what in a pass over the doubled sequence: a dense mask, tiles, or numbers for a kernel."""
 
@@ -79,8 +104,8 @@ class Visibility(nn.Module):
 
 @contextmanager
 def attention_by(model: nn.Module, way: str) -> Iterator[None]:
-    """Attention over doubled sequences is computed that way inside, and as before afterwards."""
-    parts = [(part, part.other) for part in model.modules() if isinstance(part, Visibility)]
+    """Attention in training is computed that way inside, and as before afterwards."""
+    parts = [(part, part.other) for part in model.modules() if isinstance(part, (Visibility, Everything))]
     for part, _ in parts:
         part.use(way)
     try:
@@ -90,14 +115,14 @@ def attention_by(model: nn.Module, way: str) -> Iterator[None]:
             part.other = before
 
 
-Visible = Tensor | Tiles | Fused | BlockMask | None
+Visible = Tensor | Tiles | Fused | Whole | BlockMask | None
 
 
 def of_first_queries(visible: Visible, keep: int | None) -> Tensor | BlockMask | None:
     """What the first `keep` queries see; None: all of them."""
     if isinstance(visible, Tiles):
         return visible.every if keep is None else visible.noisy
-    assert not isinstance(visible, Fused), "the kernels take no queries apart"
+    assert not isinstance(visible, (Fused, Whole)), "the kernels take no queries apart"
     return visible[:keep] if isinstance(visible, Tensor) else visible
 
 

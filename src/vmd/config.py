@@ -284,7 +284,7 @@ class TrainingConfig:
     ema: float = 0.0  # decay of the averaged weights that are evaluated and saved; 0: the raw weights
     precision: Literal["float32", "tf32", "bf16"] = "float32"  # tf32 matrix products, bf16 autocast: CUDA only
     compile: bool = False
-    # Of several blocks, on a GPU: a dense mask, FlexAttention's tiles, or kernels that skip what is not seen.
+    # On a GPU: a dense mask, FlexAttention's tiles, or kernels that skip what is not seen and turn positions as they load.
     attention: Literal["dense", "tiles", "fused"] = "dense"
     capture: bool = False  # record the whole step as one CUDA graph and replay it: small models no longer wait for launches
     # Codes that are hardly missed take over half of the costliest ones, in the first three quarters of a run; 0: never.

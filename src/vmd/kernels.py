@@ -1,8 +1,8 @@
-"""Attention over the doubled sequence [xt ; x0] as GPU kernels that know its structure. Needs Triton, which GPU builds of
-torch bring along.
+"""Attention as GPU kernels that know what it sees. Needs Triton, which GPU builds of torch bring along.
 
-A tile of queries reads its own noisy block and the clean blocks before it, and nothing else: a quarter of what a dense mask
-makes. Rotary positions are turned while tiles are loaded; queries, keys and values stay packed as the projection wrote them;
+Over the doubled sequence [xt ; x0] a tile of queries reads its own noisy block and the clean blocks before it, and nothing
+else: a quarter of what a dense mask makes. Over a short sequence that is one block, a head's keys and values are loaded
+once. Rotary positions are turned while tiles are loaded; queries, keys and values stay packed as the projection wrote them;
 the backward pass makes the scores again instead of keeping them (as FlashAttention does: Dao et al. 2022).
 """
 
@@ -377,3 +377,128 @@ def backward(ctx, dout: Tensor, _):
 
 
 doubled_attention.register_autograd(backward, setup_context=keep_for_backward)
+
+
+# One block: every token sees every other.
+
+
+@triton.jit
+def whole_forward_kernel(
+    qkv, cos, sin, out, length, scale, H: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """One head of one sequence: keys and values stay, queries come in tiles."""
+    ROW: tl.constexpr = 3 * H * D
+    batch, head = tl.program_id(0) // H, tl.program_id(0) % H
+    base = qkv + batch.to(tl.int64) * (length * ROW) + head * D
+    kind = qkv.dtype.element_ty
+    keys = tl.arange(0, KEYS)
+    there = keys < length
+    k1, k2 = load_turned(base + H * D, keys, keys, there, cos, sin, ROW, D // 2)
+    k1, k2 = k1.to(kind), k2.to(kind)
+    v = load_rows(base + 2 * H * D, keys, there, ROW, D)
+    to = out + batch.to(tl.int64) * (length * H * D) + head * D
+    for first in range(0, length, BM):
+        rows = first + tl.arange(0, BM)
+        ok = rows < length
+        q1, q2 = load_turned(base, rows, rows, ok, cos, sin, ROW, D // 2)
+        scores = tl.dot((q1 * scale).to(kind), tl.trans(k1)) + tl.dot((q2 * scale).to(kind), tl.trans(k2))
+        scores = tl.where(there[None, :], scores, NOTHING_IN_KERNEL)
+        p = tl.exp2(scores - tl.max(scores, 1)[:, None])
+        p = p / tl.sum(p, 1)[:, None]
+        at = rows[:, None] * (H * D) + tl.arange(0, D)[None, :]
+        tl.store(to + at, tl.dot(p.to(kind), v).to(kind), mask=ok[:, None])
+
+
+@triton.jit
+def whole_backward_kernel(
+    qkv, cos, sin, dout, dqkv, length, scale, H: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """The same for all three gradients; whole rows of scores are here, so nothing of the forward pass need be kept."""
+    ROW: tl.constexpr = 3 * H * D
+    batch, head = tl.program_id(0) // H, tl.program_id(0) % H
+    place = batch.to(tl.int64) * (length * ROW) + head * D
+    base = qkv + place
+    kind = qkv.dtype.element_ty
+    keys = tl.arange(0, KEYS)
+    there = keys < length
+    k1, k2 = load_turned(base + H * D, keys, keys, there, cos, sin, ROW, D // 2)
+    k1, k2 = k1.to(kind), k2.to(kind)
+    v = load_rows(base + 2 * H * D, keys, there, ROW, D)
+    dk1 = tl.zeros([KEYS, D // 2], tl.float32)
+    dk2 = tl.zeros([KEYS, D // 2], tl.float32)
+    dv = tl.zeros([KEYS, D], tl.float32)
+    dout_base = dout + batch.to(tl.int64) * (length * H * D) + head * D
+    for first in range(0, length, BM):
+        rows = first + tl.arange(0, BM)
+        ok = rows < length
+        q1, q2 = load_turned(base, rows, rows, ok, cos, sin, ROW, D // 2)
+        q1, q2 = (q1 * scale).to(kind), (q2 * scale).to(kind)
+        do = load_rows(dout_base, rows, ok, H * D, D)
+        scores = tl.dot(k1, tl.trans(q1)) + tl.dot(k2, tl.trans(q2))  # (keys, queries)
+        scores = tl.where(there[:, None], scores, NOTHING_IN_KERNEL)
+        p = tl.exp2(scores - tl.max(scores, 0)[None, :])
+        p = p / tl.sum(p, 0)[None, :]
+        dp = tl.dot(v, tl.trans(do))
+        ds = (p * (dp - tl.sum(p * dp, 0)[None, :])).to(kind)
+        dv += tl.dot(p.to(kind), do)
+        dk1 += tl.dot(ds, q1)
+        dk2 += tl.dot(ds, q2)
+        back = scale / LOG2_E_IN_KERNEL
+        dq1, dq2 = tl.dot(tl.trans(ds), k1) * back, tl.dot(tl.trans(ds), k2) * back
+        store_turned_back(dqkv + place, rows, rows, ok, cos, sin, dq1, dq2, ROW, D // 2)
+    unscale = 1 / LOG2_E_IN_KERNEL
+    store_turned_back(dqkv + place + H * D, keys, keys, there, cos, sin, dk1 * unscale, dk2 * unscale, ROW, D // 2)
+    to = dqkv + place + 2 * H * D + keys[:, None] * ROW + tl.arange(0, D)[None, :]
+    tl.store(to, dv.to(kind), mask=there[:, None])
+
+
+WHOLE_TILES = {"forward": (32, 4, 2), "backward": (32, 4, 2)}  # queries of a tile, warps, stages
+
+
+def whole_sizes(kernel: str, length: int, heads: int, head_dim: int) -> dict[str, int]:
+    tile = dict(zip(("BM", "num_warps", "num_stages"), WHOLE_TILES[kernel], strict=True))
+    return tile | {"H": heads, "D": head_dim, "KEYS": max(16, triton.next_power_of_2(length))}
+
+
+@torch.library.custom_op("vmd::whole_attention", mutates_args=())
+def whole_attention(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Packed projections (B, L, 3 H D) and the rotary table (L, D / 2) -> (B, L, H D)."""
+    batch, length, width = qkv.shape
+    head_dim = width // (3 * heads)
+    out = qkv.new_empty(batch, length, width // 3)
+    sizes = whole_sizes("forward", length, heads, head_dim)
+    whole_forward_kernel[(batch * heads,)](qkv.contiguous(), cos, sin, out, length, head_dim**-0.5 * LOG2_E, **sizes)
+    return out
+
+
+@whole_attention.register_fake
+def _(qkv, cos, sin, heads):
+    return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // 3)
+
+
+@torch.library.custom_op("vmd::whole_attention_backward", mutates_args=())
+def whole_attention_backward(qkv: Tensor, cos: Tensor, sin: Tensor, dout: Tensor, heads: int) -> Tensor:
+    batch, length, width = qkv.shape
+    head_dim = width // (3 * heads)
+    qkv = qkv.contiguous()
+    dqkv = torch.empty_like(qkv)
+    sizes = whole_sizes("backward", length, heads, head_dim)
+    whole_backward_kernel[(batch * heads,)](qkv, cos, sin, dout, dqkv, length, head_dim**-0.5 * LOG2_E, **sizes)
+    return dqkv
+
+
+@whole_attention_backward.register_fake
+def _(qkv, cos, sin, dout, heads):
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+def keep_inputs(ctx, inputs, output) -> None:
+    *tensors, ctx.heads = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def whole_backward(ctx, dout: Tensor):
+    return whole_attention_backward(*ctx.saved_tensors, dout.contiguous(), ctx.heads), None, None, None
+
+
+whole_attention.register_autograd(whole_backward, setup_context=keep_inputs)

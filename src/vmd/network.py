@@ -12,7 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vmd.attention import CleanPrefix, Fused, KVCache, Visibility, Visible, attend, of_first_queries
+from vmd.attention import (
+    CleanPrefix,
+    Everything,
+    Fused,
+    KVCache,
+    Visibility,
+    Visible,
+    Whole,
+    attend,
+    of_first_queries,
+)
 from vmd.config import DRAFT_EMBEDDING, DRAFT_REACH, ModelConfig
 from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import apply_mask
@@ -89,8 +99,12 @@ class Block(nn.Module):
 
     def attention(self, h: Tensor, turn: Turn, visible: Visible, cache: Keys | None, layer: int, keep: int | None) -> Tensor:
         qkv = self.qkv(h)
+        if isinstance(visible, Whole):
+            from vmd.kernels import whole_attention  # needs Triton, which needs a GPU
+
+            return self.attention_out(whole_attention(qkv, *(table.float() for table in turn), self.heads))
         if isinstance(visible, Fused):
-            from vmd.kernels import doubled_attention  # needs Triton, which needs a GPU
+            from vmd.kernels import doubled_attention
 
             cos, sin = (table[: visible.length].float() for table in turn)
             shape = (self.heads, visible.block_size, visible.own_clean_block)
@@ -134,6 +148,7 @@ class Trunk(nn.Module):
         )
         self.modulation = None if own or not conditioned else nn.Linear(config.width, 6 * config.width, bias=False)
         self.first_conditioned = layers - conditioned
+        self.everything = Everything(head_dim)
         self.norm = nn.LayerNorm(config.width)
         self.lines: nn.ModuleList | None = None
         if config.board:
@@ -183,6 +198,8 @@ class Trunk(nn.Module):
         keep: int | None = None,
     ) -> Tensor:
         shared = None if condition is None or self.modulation is None else self.modulation(condition)
+        if visible is None and cache is None:
+            visible = self.everything(h.shape[1])
         angles = self.angles[positions]
         turn = (angles.cos(), angles.sin())
         for layer in layers:

@@ -51,25 +51,27 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            gradients, momenta = [p.grad for p in parameters], [self.state[p]["momentum"] for p in parameters]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             batches: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                nesterov = full(p.grad.lerp(state["momentum"], group["momentum"]))
+            for p, nesterov in zip(parameters, torch._foreach_lerp(gradients, momenta, group["momentum"]), strict=True):
+                nesterov = full(nesterov)
                 size = nesterov.shape[-1] if self.stacked[id(p)] else nesterov.shape[-2]
                 matrices = nesterov.unflatten(-2, (-1, size)).flatten(0, -3)  # (n, a, b)
                 batches[matrices.shape[1:]].append((p, matrices))
+            if group["weight_decay"]:
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
             for (a, b), entries in batches.items():
                 turned = orthogonalize(torch.cat([matrices for _, matrices in entries])) * (0.2 * max(a, b) ** 0.5)
-                parts = turned.split([len(matrices) for _, matrices in entries])
-                for (p, _), part in zip(entries, parts, strict=True):
-                    if group["weight_decay"]:
-                        p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.sub_(take_shard(part.reshape(p.shape), p) * group["lr"])
+                parts = (turned * group["lr"]).split([len(matrices) for _, matrices in entries])
+                changes = [take_shard(part.reshape(p.shape), p) for (p, _), part in zip(entries, parts, strict=True)]
+                torch._foreach_sub_([p for p, _ in entries], changes)
 
 
 class Optimizers:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from vmd.attention import attention_by
+from vmd.attention import attention_by, whole_fits
 from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset, Puzzles
@@ -181,12 +181,18 @@ def clip_gradients(parameters: list[Tensor], largest: float, *, per_model: bool)
     """Scale the gradients down to the largest norm allowed; an ensemble's models are scaled each by its own norm."""
     sharded = any(isinstance(p, DTensor) for p in parameters)
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    squares = [g.reshape(len(g), -1).square().sum(1) if per_model else g.square().sum() for g in gradients]
-    norm = sum_over_shards(torch.stack(squares).sum(0), sharded=sharded).sqrt()
+    if per_model:
+        squares = torch.stack([g.reshape(len(g), -1).square().sum(1) for g in gradients]).sum(0)
+    else:
+        squares = torch.stack(torch._foreach_norm(gradients)).square().sum()  # one launch for many small gradients
+    norm = sum_over_shards(squares, sharded=sharded).sqrt()
     if largest > 0:
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
-        for g in gradients:
-            g.mul_(scale.view(-1, *[1] * (g.dim() - 1)) if per_model else scale)
+        if per_model:
+            for g in gradients:
+                g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
+        else:
+            torch._foreach_mul_(gradients, scale)
     return norm
 
 
@@ -242,17 +248,19 @@ def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
     """Fields of the training section that make this run fast on the device, for those who did not choose.
 
     A recorded step costs nothing to make. Compiling takes about a minute, so the run must be worth some minutes; bf16 pays
-    where matrix products are large, and skipping what is not seen where sequences are longer than a tile.
+    where matrix products are large, and the kernels where sequences are longer than a tile.
     """
     if device != "cuda":
         return {}
     model = run.model
-    skips = model.blocks > 1 and model.length >= 64 and model.width // model.heads in KERNEL_HEADS and kernels_known_here()
+    head = model.width // model.heads
+    pays = model.length >= 64 and (model.blocks > 1 or whole_fits(model.length, head))
+    fused = pays and head in KERNEL_HEADS and kernels_known_here()
     return {
         "capture": world_size() == 1,
         "compile": 3 * forward_flops(model) * run.training.batch_size * run.training.steps > 1e16,
         "precision": "bf16" if model.width >= 128 else "tf32",
-        "attention": "fused" if skips else "dense",
+        "attention": "fused" if fused else "dense",
     }
 
 
