@@ -371,3 +371,30 @@ def test_a_missing_solver_is_one_line(folder, monkeypatch):
     (folder / "small").rename(folder / "weights" / "sudoku")
     monkeypatch.setattr(solving, "SHIPPED", folder / "weights")
     assert vmd("solve", LINE, "--device", "cpu", "--steps", 4).code == 1
+
+
+README_PUZZLE = "53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79"
+
+
+def test_the_solver_that_comes_along_is_small_and_solves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (solving.SHIPPED / "sudoku" / "model.safetensors").stat().st_size <= 12e6
+    said = vmd("solve", README_PUZZLE, "--device", "cpu", "--animate", "board.gif")
+    assert (said.code, (tmp_path / "board.gif").exists()) == (0, True)
+    assert "every row, column and box holds every digit once" in said.out
+    board = "".join(c for c in said.out.split("solved")[0] if c.isdigit())
+    assert board == "534678912672195348198342567859761423426853791713924856961537284287419635345286179"
+
+
+def test_the_solver_that_comes_along_solves_puzzles_it_has_not_seen():
+    puzzles = draw_puzzles(30, "logic", seed=99)
+    found = solving.solve_puzzles(
+        VMD.from_pretrained("sudoku"), torch.from_numpy(puzzles.puzzle.astype("int64")), steps=10, tries=1
+    )
+    assert int(found.right.sum()) >= 28
+    assert (found.grids[found.right] == torch.from_numpy(puzzles.solution)[found.right]).all()
+
+
+@pytest.mark.parametrize("clash", ["55", "5.......5"])
+def test_the_solver_that_comes_along_refuses_clues_that_clash(clash, tmp_path):
+    assert "twice" in refused("solve", clash + "." * (81 - len(clash)), "--device", "cpu", folder=tmp_path)

@@ -136,7 +136,7 @@ def text_draft() -> RunConfig:
 def sudoku(kind: str = "categorical") -> RunConfig:
     """Sudoku: 81 cells, clues in place, a row, a column and a box for each; give puzzles by --data (`vmd data sudoku`)."""
     run = RunConfig(
-        model=ModelConfig(layers=12, width=192, heads=6, board=True, latent=LatentConfig(dim=128, encoder_layers=4)),
+        model=ModelConfig(layers=16, width=160, heads=5, board=True, latent=LatentConfig(dim=128, encoder_layers=4)),
         training=TrainingConfig(
             steps=12_000,
             batch_size=1_024,

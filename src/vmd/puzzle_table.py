@@ -362,7 +362,11 @@ def reproduce_sudoku(
     make_folder(out)
     kinds = {system.trained_on for system in chosen} | {"logic", "any", "hard"}
     sets = puzzle_sets(data, budget, kinds, quick, on_note)
-    run_systems(runs, done, out, lambda name: run_system(systems[name], runs[name], sets, budget, out, device, resume))
+
+    def run_one(name: str) -> dict:
+        return run_system(systems[name], runs[name], sets, budget, out, device, resume)
+
+    run_systems(runs, done, out, command, device, run_one)
     about = ("training_seconds", "measuring_seconds", "parameters", "rows_seen", "trained_on", "curve", "filling")
     results = collect("sudoku", list(systems), done, about, command, device)
     lengths = {name: run["model"]["length"] for name, run in results["configurations"].items()}

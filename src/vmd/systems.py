@@ -17,6 +17,9 @@ from vmd.files import hardware, read_json, write_atomically
 from vmd.tables import render
 
 
+ORIGIN = ("command", "hardware")
+
+
 def chosen_names(every: list[str], only: tuple[str, ...]) -> list[str]:
     """In the order of the table."""
     for name in only:
@@ -58,11 +61,14 @@ def goes_on(folder: Path, resume: bool) -> bool:
     return resume and (bool(checkpoint_files(folder)) or (folder / "run.json").exists())
 
 
-def run_systems(runs: dict[str, RunConfig], done: dict[str, dict], out: Path, run_one: Callable[[str], dict]) -> None:
+def run_systems(
+    runs: dict[str, RunConfig], done: dict[str, dict], out: Path, command: str, device: str, run_one: Callable[[str], dict]
+) -> None:
     """Those that are not done with these very settings, one after the other; each is kept when it is done."""
     for name, run in runs.items():
         if name not in done or not is_of(done[name]["signature"], run):
-            done[name] = run_one(name) | {"signature": signature(run)}
+            origin = {"command": command, "hardware": hardware(device)}  # a table may be made in several goes
+            done[name] = run_one(name) | origin | {"signature": signature(run)}
             write_atomically(out / "partial.json", json.dumps(done))
 
 
@@ -89,7 +95,10 @@ def collect(table: str, every: list[str], done: dict[str, dict], about: tuple[st
         "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
         "configurations": configurations,
-        "systems": {name: {key: part[key] for key in about} for name, part in parts.items()},
+        "systems": {
+            name: {key: part[key] for key in about} | {key: part[key] for key in ORIGIN if key in part}
+            for name, part in parts.items()
+        },
         "rows": [row for part in parts.values() for row in part["rows"]],
     }
 

@@ -284,7 +284,7 @@ def reproduce_text(
         about["measuring_seconds"] = time.perf_counter() - started
         return about | {"rows": [{"system": name} | row for row in rows]}
 
-    run_systems(runs, done, out, run_system)
+    run_systems(runs, done, out, command, device, run_system)
     about = ("training_seconds", "measuring_seconds", "parameters", "characters", "block", "judge")
     results = collect("text", list(systems), done, about, command, device)
     results |= {"data": Path(source).name, "test_text": known(text_quality(reference, reference, words()))}
