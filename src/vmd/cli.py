@@ -621,9 +621,7 @@ def data(
 @app.command()
 def solve(
     puzzle: Annotated[str, typer.Argument(help="81 characters, . or 0 for a blank; or a file of puzzles, one a line.")],
-    model: Annotated[
-        str | None, typer.Option(help="A model folder. [default: the solver that comes with vmd]")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="A model folder. [default: the solver that comes with vmd]")] = None,
     steps: Annotated[int | None, typer.Option(help="Most evaluations in a try. [default: 20]")] = None,
     order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "margin",
     tries: Annotated[int, typer.Option(help="Most tries; each looks at the board under another symmetry.")] = 8,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vmd.attention import attention_by
 from vmd.config import RunConfig, override_all, require
 from vmd.data import sudoku_engine as engine
 from vmd.data.sudoku import (
@@ -36,7 +37,7 @@ from vmd.progress import progress_bar
 from vmd.sampling import ORDERS
 from vmd.solving import Frame, solve_puzzles
 from vmd.systems import chosen_names, collect, goes_on, read_done, run_systems, training_seconds, write_results
-from vmd.training import check_precision, fast_settings, precision, train
+from vmd.training import check_precision, fast_settings, precision, train, uncompiled
 
 NO_Z, GAUSSIAN, LEARNED, CODES = "no z", "Gaussian", "Gaussian, learned prior", "codes"
 LATENTS = {
@@ -409,7 +410,8 @@ def run_system(system: System, run: RunConfig, sets: dict, budget: Budget, out: 
             look_every=max(1, run.training.steps // budget.looks),
         )
     started = time.perf_counter()
-    rows = measure(system, model, sets, budget)
+    with attention_by(model, uncompiled(run.training.attention)):
+        rows = measure(system, model, sets, budget)
     latest = {point["step"]: point for point in curve}  # of points made twice by a resumed run, the last
     return {
         "rows": [{"system": system.name} | r for r in rows],

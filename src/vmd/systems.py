@@ -16,7 +16,6 @@ from vmd.config import RunConfig, require, to_dict, with_new_fields
 from vmd.files import hardware, read_json, write_atomically
 from vmd.tables import render
 
-
 ORIGIN = ("command", "hardware")
 
 
