@@ -1,6 +1,7 @@
 """The categorical latent: every code scored at once, drawn, conditioned on, and learned."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -20,10 +21,11 @@ from helpers import (
     tiny_model,
 )
 from vmd import training
-from vmd.config import ObjectiveConfig, RunConfig, TrainingConfig
+from vmd.config import LatentConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import deterministic
 from vmd.diagnostics import diagnose
 from vmd.ensemble import Ensemble
+from vmd.latent import Categorical
 from vmd.likelihood import all_orders, enumerate_orders, exact_nll, nll_bound
 from vmd.masking import apply_mask, draw_masks, draw_steps
 from vmd.metrics import kl_to
@@ -378,3 +380,108 @@ def test_of_several_codes_for_one_mode_one_goes_where_two_modes_share():
     assert changed[0] not in (14,)
     bias = model.decoder.pathway.prior.bias.detach()
     assert float(bias[changed[0]]) == float(bias[14])
+
+
+SUMMED = {
+    "bilinear": codes(5),
+    "additive": codes(5, head="additive"),
+    "low rank": codes(5, head_dim=3),
+    "chain": LatentConfig(kind="chain", codes=5),
+}
+
+
+@pytest.mark.parametrize("z_config", SUMMED.values(), ids=SUMMED.keys())
+def test_marginals_are_the_sum_over_codes(z_config):
+    """Against all codes one by one; of a chain, all chains."""
+    model, r = tiny_model(4, 2, z=z_config), 2
+    generator = torch.Generator().manual_seed(0)
+    spread(model, generator)
+    x0 = torch.randint(0, 5, (3, 4), generator=generator)
+    xt = apply_mask(x0, torch.rand(3, 4, generator=generator) < 0.7, model.mask_id)
+    with torch.no_grad():
+        features = model.decoder.code_features(xt, x0)
+        found = model.decoder.code_marginals(features)
+        expected = torch.zeros(3, 4, 5)
+        places = r if z_config.kind == "chain" else 1
+        for chosen in itertools.product(range(5), repeat=places):
+            code = torch.tensor(chosen).float().expand(3, 2, -1)
+            expected += probability_of(features.prior, code) * model.decoder.code_logits(features, code.long()).softmax(-1)
+    torch.testing.assert_close(found.exp(), expected, atol=1e-5, rtol=1e-4)
+
+
+def spread(model: VMD, generator: torch.Generator) -> None:
+    """Priors and codes that differ much."""
+    for name, p in model.named_parameters():
+        if "pathway" in name:
+            p.data += torch.randn(p.shape, generator=generator)
+
+
+def probability_of(prior, code: torch.Tensor) -> torch.Tensor:
+    """(B, C, places) codes -> (B, L, 1), for two tokens a block."""
+    if isinstance(prior, Categorical):
+        each = prior.log_probs.gather(-1, code.long()).squeeze(-1)
+    else:
+        each = prior.bias[..., 0, :].log_softmax(-1).gather(-1, code[..., :1].long()).squeeze(-1)
+        second = (prior.next[code[..., 0].long()] + prior.bias[..., 1, :]).log_softmax(-1)
+        each = each + second.gather(-1, code[..., 1:].long()).squeeze(-1)
+    return each.exp().repeat_interleave(2, dim=1).unsqueeze(-1)
+
+
+@pytest.mark.parametrize("z_config", SUMMED.values(), ids=SUMMED.keys())
+@pytest.mark.parametrize("order", ["prob", "margin", "entropy"])
+@pytest.mark.parametrize("z", ["once", "fresh", "likeliest"])
+def test_cached_samples_rank_positions_as_uncached_ones(z_config, order, z):
+    model = tiny_model(12, 4, z=z_config)
+    spread(model, torch.Generator().manual_seed(1))
+    options = {"steps": 3, "order": order, "z": z, "rule": "sample", "seeds": list(range(40)), "trace": True}
+    cached, uncached = (model.sample(40, cache=cache, **options) for cache in (True, False))
+    assert (cached.tokens == uncached.tokens).all()
+    for a, b in zip(cached.trace, uncached.trace, strict=True):
+        torch.testing.assert_close(a.confidence, b.confidence, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
+def certain_of_the_first_place() -> VMD:
+    """Two codes. The first token is 0 under both, with 90 %; the second is the code, surely."""
+    model = tiny_model(2, 2, vocab_size=3, z=codes(2, head="additive"))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        table = torch.tensor([[[0.9, 0.05, 0.05], [1, 1e-6, 1e-6]], [[0.9, 0.05, 0.05], [1e-6, 1, 1e-6]]]).log()
+        model.decoder.pathway.code_table.weight.copy_(table.flatten(1))
+    return model
+
+
+@pytest.mark.parametrize("z", ["once", "fresh", "likeliest"])
+@pytest.mark.parametrize("order", ["prob", "margin", "entropy"])
+def test_what_one_code_is_sure_of_comes_after_what_all_are_sure_of(order, z):
+    """Given its code the second token is the surer one; before it is known, the first is."""
+    model = certain_of_the_first_place()
+    first = model.sample(32, steps=2, order=order, z=z, rule="argmax", trace=True).trace[0]
+    assert first.revealed[:, 0].all()
+    assert not first.revealed[:, 1].any()
+
+
+def test_a_token_that_all_codes_together_doubt_waits():
+    """Drawn tokens are ranked by the belief in themselves: a rare one comes after a common one."""
+    model = certain_of_the_first_place()
+    first = model.sample(2_000, steps=2, rule="sample", trace=True, generator=torch.Generator().manual_seed(0)).trace[0]
+    rare = (first.canvas[:, 0] == 3) & (first.canvas[:, 1] < 2)  # the second came first: the first was 1 or 2
+    assert abs(float(rare.double().mean()) - 0.1) < 0.03
+
+
+def test_codes_that_are_all_alike_are_ranked_as_no_codes():
+    with_codes, without = tiny_model(6, 6, z=codes(4)), tiny_model(6, 6)
+    with torch.no_grad():
+        for part in ("code_scale", "code_shift"):
+            weight = getattr(with_codes.decoder.pathway, part).weight
+            weight.copy_(weight[:1].expand_as(weight))
+            weight.mul_(part == "code_scale")
+        with_codes.decoder.pathway.out.weight.zero_()
+    without.decoder.trunk.load_state_dict(with_codes.decoder.trunk.state_dict())
+    without.decoder.head.load_state_dict(with_codes.decoder.head.state_dict())
+    for order in ("prob", "margin", "entropy"):
+        a, b = (
+            m.sample(20, steps=3, order=order, rule="argmax", trace=True, seeds=range(20)) for m in (with_codes, without)
+        )
+        assert (a.tokens == b.tokens).all()
+        assert all((x.revealed == y.revealed).all() for x, y in zip(a.trace, b.trace, strict=True))

@@ -250,13 +250,17 @@ class Predictor:
         if self.prepared != block:
             self.prepare(block)
         if self.codes and z is not None:
-            features = self._code_features(canvas)
+            self.seen = features = self._code_features(canvas)
             if noise is not None:
                 self._write(z, features.prior, noise)
             return self._code_logits(features, z)
         if noise is not None:
             self.draw(canvas, block, z, noise)
         return self._logits(canvas, z)
+
+    def marginal(self) -> Tensor:
+        """log p(x_i) (B, r, V) of the last prediction, summed over codes."""
+        return self._marginal(self.seen)
 
     def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None:
         """Draw z^b from its prior alone, for a block in which nothing is left to write."""
@@ -315,6 +319,9 @@ class Predictor:
 
     def _code_logits(self, features: CodeFeatures, z: Tensor) -> Tensor:
         return self._of_block(self.model.decoder.code_logits(features, z.long()))
+
+    def _marginal(self, features: CodeFeatures) -> Tensor:
+        return self._of_block(self.model.decoder.code_marginals(features))
 
 
 class CachedPredictor(Predictor):
@@ -407,6 +414,9 @@ class CachedPredictor(Predictor):
 
     def _code_logits(self, features: CodeFeatures, z: Tensor) -> Tensor:
         return self.model.decoder.code_logits(features, z.index_select(1, self.block).long())
+
+    def _marginal(self, features: CodeFeatures) -> Tensor:
+        return self.model.decoder.code_marginals(features)
 
 
 RECORDED = 16  # steps of a batch from which on recording them pays

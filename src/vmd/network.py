@@ -509,22 +509,40 @@ class Decoder(nn.Module):
             h = self.last_layers(features, every).unflatten(0, (batch, n)).transpose(1, 2)  # (B, L, n, D)
         else:
             h = self.trunk.norm(features.h).unsqueeze(2)  # (B, L, 1, D)
-        logits = self.head(h)  # (B, L, n or 1, V)
         if c.latent.head == "additive" and not c.latent.code_layers:
-            return additive_log_p(logits.squeeze(2), pathway.tables(some), x0)
-        if c.latent.head == "additive":
-            logits = logits + pathway.tables(some).transpose(0, 1).repeat(c.blocks, 1, 1)
-        else:
-            shift, scale = pathway.code_shift(some), pathway.code_scale(some)  # (n, R)
-            projected = pathway.project(h)  # (B, L, n or 1, R)
-            if c.latent.code_layers:
-                logits = logits + pathway.out(projected * scale + shift)
-            else:
-                rows = (scale.unsqueeze(1) * pathway.out.weight).flatten(0, 1)  # (n V, R)
-                logits = logits + F.linear(projected.squeeze(2), rows, pathway.out(shift).flatten()).unflatten(-1, (n, -1))
-        log_p = logits.float().log_softmax(-1)  # (B, L, n, V)
+            return additive_log_p(self.head(h).squeeze(2), pathway.tables(some), x0)
+        log_p = self._logits_of_codes(h, some).float().log_softmax(-1)  # (B, L, n, V)
         index = x0.view(batch, length, 1, 1).expand(-1, -1, n, -1)
         return log_p.gather(-1, index).squeeze(-1)
+
+    def _logits_of_codes(self, h: Tensor, some: Tensor) -> Tensor:
+        """Normalised h (B, L, n or 1, D) of n codes -> (B, L, n, V)."""
+        c, pathway, n = self.config, self.code_pathway, len(some)
+        logits = self.head(h)  # (B, L, n or 1, V)
+        if c.latent.head == "additive":
+            return logits + pathway.tables(some).transpose(0, 1).repeat(h.shape[1] // c.block_size, 1, 1)
+        shift, scale = pathway.code_shift(some), pathway.code_scale(some)  # (n, R)
+        projected = pathway.project(h)  # (B, L, n or 1, R)
+        if c.latent.code_layers:
+            return logits + pathway.out(projected * scale + shift)
+        rows = (scale.unsqueeze(1) * pathway.out.weight).flatten(0, 1)  # (n V, R)
+        return logits + F.linear(projected.squeeze(2), rows, pathway.out(shift).flatten()).unflatten(-1, (n, -1))
+
+    def code_marginals(self, features: CodeFeatures) -> Tensor:
+        """log p(x_i) of every token, summed over codes, (B, L, V); of codes that enter through the output layer alone."""
+        c, prior = self.config, features.prior
+        assert not c.latent.code_layers, "each code would take a pass of its own"
+        if isinstance(prior, CodeChain):
+            weights = prior.marginals(torch.zeros_like(prior.bias)).log().flatten(1, 2)  # (B, L, K)
+        else:
+            weights = prior.log_probs.repeat_interleave(c.block_size, dim=1)
+        h = self.trunk.norm(features.h).unsqueeze(2)
+        codes = torch.arange(c.latent.codes, device=h.device)
+        parts = []
+        for some in codes.split(max(1, largest_tensor(h.device) // (8 * h.shape[0] * h.shape[1] * c.vocab_size))):
+            log_p = self._logits_of_codes(h, some).float().log_softmax(-1)
+            parts.append((log_p + weights[..., some].unsqueeze(-1)).logsumexp(2))
+        return torch.stack(parts).logsumexp(0)
 
 
 def additive_log_p(logits: Tensor, tables: Tensor, x0: Tensor) -> Tensor:

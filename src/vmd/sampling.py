@@ -143,7 +143,7 @@ def confidence(probabilities: Tensor, order: str) -> Tensor:
 
 
 def confidence_in(probabilities: Tensor, tokens: Tensor, order: str) -> Tensor:
-    """How sure the model still is of tokens (...,) that are already written, by the same measure."""
+    """How sure the model is of these tokens (...,), by the same measure: already written, or chosen by another rule."""
     if order == "entropy":
         return confidence(probabilities, order)
     own = probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -210,6 +210,7 @@ class Rule(NamedTuple):
     top_p: float
     revise: bool
     order_noise: float = 0.0
+    summed: bool = False  # confidences are those of all codes together
 
 
 class Inputs(NamedTuple):
@@ -283,7 +284,8 @@ class Desk:
         logits = self.predictor.predict(self.canvas, block, self.latents, inputs.noise)
         before, given = (x.index_select(1, self.positions) for x in (self.canvas, self.given))
         write = self.predictor.write if self.model.config.draft else None  # type: ignore[attr-defined]
-        chosen = choose(logits, before, given, self.mask_id, how, inputs, write)
+        marginal = self.predictor.marginal() if how.summed else None  # type: ignore[attr-defined]
+        chosen = choose(logits, before, given, self.mask_id, how, inputs, write, marginal)
         self.canvas.index_copy_(1, self.positions, chosen.after)
         return chosen.revealed, chosen.score, chosen.masked
 
@@ -309,10 +311,13 @@ def choose(
     how: Rule,
     inputs: Inputs,
     write: Callable[[Tensor, Tensor, Draw], Tensor] | None = None,
+    marginal: Tensor | None = None,
 ) -> Chosen:
     """Choose a token for every masked position, and keep the surest.
 
-    With `write`, which is told what is known, what to write and how to draw, those that are kept are written in turn.
+    With `write`, which is told what is known, what to write and how to draw, those that are kept are written in turn. With
+    a `marginal`, log p(x_i) summed over z (B, r, V), the surest are those whose token it believes in: given one z that is
+    wrong, wrong tokens look as sure as others.
     """
     _, uniforms, random_order, quota, doubt = inputs
 
@@ -323,8 +328,12 @@ def choose(
 
     tokens = draw(logits, slice(None)) if write is None else logits.argmax(-1)  # a guess, to be written over
     masked = before == mask_id
-    probabilities = None if random_order is not None else logits.double().softmax(-1)
-    score = confidence(probabilities, how.order) if probabilities is not None else random_order
+    probabilities = None if random_order is not None else (logits if marginal is None else marginal).double().softmax(-1)
+    score = random_order
+    if probabilities is not None and marginal is None:
+        score = confidence(probabilities, how.order)
+    elif probabilities is not None:
+        score = confidence_in(probabilities, tokens, how.order)
     assert score is not None
     gumbel = 0.0 if doubt is None else -how.order_noise * (-doubt.log()).log()
     guess = torch.where(masked, tokens, before)
@@ -368,6 +377,7 @@ def sample(
         and later ones see them; z heeds them if the encoder was trained to see the mask.
     steps: N per block; exactly N evaluations for every block that has a gap in some row.
     order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy.
+        Of a model of codes confidence in a token is summed over codes (unless they enter before the output layer).
     rule: argmax (the paper's) or sample (temperature, top_p).
     z: drawn once per block (the paper's), fresh for every step, or at every step the likeliest of its prior.
     revise: a step keeps the surest of all tokens of the block so far, and masks again what an earlier one wrote and the
@@ -395,7 +405,7 @@ def sample(
     require(not revise or order != "random", "revise: expected order prob, margin or entropy: what to doubt is not random")
     require(0 <= order_noise < float("inf"), f"order_noise={order_noise}: expected a number of at least 0")
     require(not order_noise or order != "random", f"order_noise={order_noise}: expected 0 with order random")
-    how = Rule(order, rule, temperature, top_p, revise, order_noise)
+    how = Rule(order, rule, temperature, top_p, revise, order_noise, sums_codes(config, order, steps))
     gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
     has_gaps = gaps.any(0).tolist()  # for all blocks at once: it waits for the device
     nfe, cache_passes, steps_taken = 0, 0, []
@@ -445,6 +455,11 @@ def _trace_step(canvas: Tensor, block: int, step: int, here: slice, revealed: Te
     confidences = torch.full_like(canvas, torch.nan, dtype=torch.float64)
     confidences[:, here] = score.masked_fill(~masked, torch.nan)
     return Step(block, step, canvas.clone(), everywhere, confidences)
+
+
+def sums_codes(config: ModelConfig, order: str, steps: int) -> bool:
+    """Whether positions are ranked by what all codes together say. One step keeps all positions, whatever the order."""
+    return config.latent.coded and not config.latent.code_layers and order != "random" and steps > 1
 
 
 def check_prompt(prompt: Tensor, config: ModelConfig) -> None:

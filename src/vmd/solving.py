@@ -20,7 +20,7 @@ from vmd.data.sudoku import Puzzles, Symmetry, check_digits, keeps_clues, load_p
 from vmd.files import write_atomically
 from vmd.model import SHIPPED, VMD
 from vmd.progress import progress_bar
-from vmd.sampling import Chosen, Inputs, Noise, Rule, check_settings, choose, reveal_counts
+from vmd.sampling import Chosen, Inputs, Noise, Rule, check_settings, choose, reveal_counts, sums_codes
 from vmd.tables import print_table
 
 
@@ -79,7 +79,7 @@ def solve_puzzles(
     right = torch.zeros(len(puzzle), dtype=torch.bool, device=model.device)
     evaluations, taken = torch.zeros_like(right, dtype=torch.long), torch.zeros_like(right, dtype=torch.long)
     generator = torch.Generator(model.device).manual_seed(seed)
-    how = Rule(order, rule, 1.0, 1.0, revise)
+    how = Rule(order, rule, 1.0, 1.0, revise, summed=sums_codes(config, order, steps))
     was_training = model.training
     model.eval()
     try:
@@ -140,7 +140,8 @@ def fill(
             z[left] = now
         inputs = Inputs(None, uniforms, None if random_order is None else random_order[left], counts[step, left])
         write = predictor.write if model.config.draft else None
-        chosen = choose(logits, canvas[left], given[left], mask_id, how, inputs, write)
+        marginal = predictor.marginal() if how.summed else None
+        chosen = choose(logits, canvas[left], given[left], mask_id, how, inputs, write, marginal)
         on_step(chosen)
         canvas[left] = chosen.after
         grids[left] = chosen.guess + 1
