@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shlex
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -571,6 +572,18 @@ def test_systems_run_one_by_one_stand_in_one_table(whole, tmp_path):
     assert list(results["systems"]) == list(PAIR)  # in the order of the table
     assert results["rows"] == rows_of(whole.results, *PAIR)
     assert "the paper's VMD" in done.out
+
+
+def test_each_system_says_by_which_command_and_where_it_was_made(tmp_path):
+    """A table may be made in several goes, on several machines."""
+    for name, more in zip(PAIR, ([], ["--resume"]), strict=True):
+        run_table(tmp_path / "out", *more, only=(name,))
+    systems = read(tmp_path / "out")["systems"]
+    for mine, other in (PAIR, PAIR[::-1]):
+        words = shlex.split(systems[mine]["command"])
+        assert mine in words
+        assert other not in words
+        assert systems[mine]["hardware"]["device"] == "cpu"
 
 
 def test_a_finished_run_is_not_run_again(copied, monkeypatch):
