@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,11 +231,12 @@ def test_heads_that_the_kernels_do_not_know_are_named():
 
 
 @pytest.mark.parametrize(
-    ("capability", "attention"), [((8, 0), "dense"), ((8, 9), "dense"), ((9, 0), "fused"), ((10, 0), "fused")]
+    ("name", "shared", "attention"), [("A100", 166_912, "dense"), ("RTX 50", 101_376, "dense"), ("H200", 232_448, "fused")]
 )
-def test_kernels_are_chosen_where_their_tiles_fit(capability, attention, monkeypatch):
+def test_kernels_are_chosen_where_their_tiles_fit(name, shared, attention, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    properties = SimpleNamespace(name=name, shared_memory_per_block_optin=shared)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda: properties)
     assert fast_settings(of_heads(32), "cuda")["attention"] == attention
 
 

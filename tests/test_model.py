@@ -321,7 +321,9 @@ def test_a_model_that_comes_with_the_library_is_known_by_its_name(tmp_path, monk
     assert all(torch.equal(w, halves[name].float()) for name, w in found.state_dict().items())
     with pytest.raises(InvalidInput, match=r"ty: expected a model folder .*, or one that comes with vmd: toy"):
         VMD.from_pretrained("ty")
-    own.save_pretrained("toy")  # a folder of that name comes first
+    (tmp_path / "toy").mkdir()  # a folder without a model is none
+    VMD.from_pretrained("toy")
+    own.save_pretrained("toy")  # a model in a folder of that name comes first
     assert torch.equal(some_logits(VMD.from_pretrained("toy")), some_logits(own))
 
 

@@ -8,7 +8,7 @@ from test_tables import results
 from vmd import report
 from vmd.config import InvalidInput
 from vmd.report import MARKER, update_readme
-from vmd.tables import merged_table, to_markdown
+from vmd.tables import merged_table, provenance, to_markdown
 
 README = """# Title
 
@@ -49,6 +49,19 @@ def test_the_text_between_the_markers_is_the_table(project):
     assert to_markdown(*merged_table([results()])) in text
     assert "| D1 | 2 | 2 | 10.1 % · 2.298 | 10.00" in text
     assert "`vmd reproduce four-token`: abacus, 12 s for everything, 2 seeds." in text
+
+
+def test_systems_made_in_several_goes_say_so_each():
+    one = {"command": "vmd reproduce sudoku --only a", "hardware": {"name": "abacus"}}
+    two = {"command": "vmd reproduce sudoku --only b", "hardware": {"name": "slide rule"}}
+    about = {"command": "vmd", "hardware": {"name": "loom"}, "seconds": 12.3, "seeds": [0]}
+    alone = "`vmd reproduce sudoku --only a`: abacus, 12 s of training and measuring, 1 seed.\n"
+    assert provenance(about | {"systems": {"a": one}}) == alone
+    assert provenance(about | {"systems": {"a": {}}}) == "`vmd`: loom, 12 s of training and measuring, 1 seed.\n"
+    assert provenance(about | {"systems": {"a": one, "b": two, "c": one}}) == (
+        "`vmd reproduce sudoku --only a`: abacus (a; c).\n`vmd reproduce sudoku --only b`: slide rule (b).\n"
+        "Together 12 s of training and measuring, 1 seed.\n"
+    )
 
 
 def test_the_rest_stays(project):

@@ -1,6 +1,9 @@
 """Puzzles solved by models that know the answer, by some that know it now and then, and by some that know nothing."""
 
+import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,11 +17,12 @@ from torch import Tensor
 from command import refused, succeeds, vmd
 from helpers import NO_LATENT, codes, latent, learned_prior, tiny_config
 from vmd import solving
-from vmd.config import InvalidInput, ModelConfig
+from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict
 from vmd.data import sudoku_engine as engine
-from vmd.data.sudoku import draw_puzzles, random_symmetry, valid
+from vmd.data.sudoku import draw_puzzles, in_test, random_symmetry, valid
 from vmd.figures import animate_board, board_frames
 from vmd.model import VMD, Predictor
+from vmd.presets import preset
 from vmd.solving import broken_rule, parse_puzzle, solve_puzzles
 
 KINDS = {"none": NO_LATENT, "gaussian": latent(), "learned": learned_prior(), "codes": codes(8), "layered": codes(layers=1)}
@@ -349,11 +353,13 @@ def test_nothing_is_left_of_an_animation_that_cannot_be_written(tmp_path, name):
         ((LINE, "--out", "grids.txt"), "expected with a file"),
         (("puzzles", "--animate", "a.gif"), "expected with one puzzle"),
         (("puzzles", "--out", "no/grids.txt"), "no such folder"),
+        (("puzzles", "--out", "small"), "found a folder"),
+        ((LINE, "--batch", -1), "--batch=-1"),
         (("puzzles",), "81 cells: expected 16"),
         (("no.txt",), "an existing file"),
         (("9" * 300,), "300 characters"),
         ((LINE, "--tries", 0), "tries=0"),
-        (("puzzles", "--batch", 0, "--model", "large"), "batch_size=0"),
+        (("puzzles", "--batch", 0, "--model", "large"), "--batch=0"),
         ((LINE, "--seed", 2**64), "seed="),
         ((LINE, "--order", "random", "--revise"), "revise"),
         ((LINE, "--model", "nowhere"), "nowhere: expected a model folder"),
@@ -387,12 +393,54 @@ def test_the_solver_that_comes_along_is_small_and_solves(tmp_path, monkeypatch):
 
 
 def test_the_solver_that_comes_along_solves_puzzles_it_has_not_seen():
-    puzzles = draw_puzzles(30, "logic", seed=99)
-    found = solving.solve_puzzles(
-        VMD.from_pretrained("sudoku"), torch.from_numpy(puzzles.puzzle.astype("int64")), steps=10, tries=1
-    )
-    assert int(found.right.sum()) >= 28
-    assert (found.grids[found.right] == torch.from_numpy(puzzles.solution)[found.right]).all()
+    """Of the test side, to which no grid that was trained on belongs, not even turned."""
+    drawn = draw_puzzles(600, "logic", seed=99)
+    unseen = np.array([in_test(solution) for solution in drawn.solution])
+    puzzle, solution = (torch.from_numpy(x[unseen].astype("int64")) for x in (drawn.puzzle, drawn.solution))
+    assert len(puzzle) >= 20
+    found = solving.solve_puzzles(VMD.from_pretrained("sudoku"), puzzle, steps=10, tries=1)
+    assert float(found.right.double().mean()) >= 0.9
+    assert (found.grids[found.right] == solution[found.right]).all()
+
+
+def test_the_solver_that_comes_along_is_the_preset_and_the_row_of_the_table():
+    shipped = VMD.from_pretrained("sudoku").config
+    wanted = preset("sudoku-mdm").model.resolved(81, 9, shipped.symbols)
+    assert shipped == wanted
+    results = json.loads((Path(__file__).parents[1] / "results/sudoku/results.json").read_text())
+    ran = from_dict(RunConfig, results["configurations"]["ours, no z"])
+    assert ran.model == shipped
+    chosen = {name: getattr(ran.training, name) for name in ("precision", "compile", "attention", "capture")}
+    assert replace(preset("sudoku-mdm").training, **chosen) == ran.training
+
+
+@pytest.mark.parametrize("kind", ["puzzles.txt", "puzzles.csv"])
+def test_the_solver_that_comes_along_is_scored_on_the_files_of_others(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    between, first = {"puzzles.txt": (" ", ""), "puzzles.csv": (",", "puzzle,solution\n")}[kind]
+    pairs = zip(map(text, LARGE.puzzle), map(text, LARGE.solution), strict=True)
+    Path(kind).write_text(first + "".join(f"{p}{between}{s}\n" for p, s in pairs))
+    done = succeeds("evaluate", "sudoku", "--data", kind, "--steps", 5, "--device", "cpu", "--json", "scores.json")
+    assert "solved" in done.out
+    record = json.loads(Path("scores.json").read_text())
+    assert (record["seed"], record["hardware"]["device"]) == (0, "cpu")
+    refused("evaluate", "sudoku", "--data", kind, "--device", "cpu", "--plot", "x.png", folder=tmp_path)
+
+
+def test_whether_a_puzzle_can_be_solved_is_said_or_left_open(monkeypatch):
+    impossible = np.zeros(81, dtype=np.uint8)
+    impossible[[*range(8), 17]] = [*range(1, 9), 9]  # row 1 needs a 9 where column 9 has one
+    assert engine.solvable(impossible) is False
+    assert engine.solvable(LARGE.puzzle[0]) is True
+    monkeypatch.setattr(engine, "PATIENCE", 0)
+    empty = np.zeros(81, dtype=np.uint8)
+    assert engine.solvable(empty) is None
+
+
+def test_a_puzzle_that_is_not_solved_and_takes_long_to_search_says_so(folder, monkeypatch):
+    monkeypatch.setattr(engine, "PATIENCE", 0)
+    done = vmd(*solve(text(SMALL.puzzle[0] * 0)))
+    assert (done.code, "would take longer to say" in done.out) == (1, True)
 
 
 @pytest.mark.parametrize("clash", ["55", "5.......5"])

@@ -1,6 +1,5 @@
 """What sees what, attention behind one name, and the cache of keys and values."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -58,7 +57,7 @@ class Everything(nn.Module):
         self.other: Whole | None = None
 
     def forward(self, length: int) -> Whole | None:
-        return self.other if whole_fits(length, self.head_dim) else None
+        return self.other if self.other is not None and whole_fits(length, self.head_dim) else None
 
     def use(self, way: str) -> None:
         self.other = Whole() if way == "fused" else None
@@ -66,7 +65,7 @@ class Everything(nn.Module):
 
 def whole_fits(length: int, head_dim: int) -> bool:
     """A head's keys and values, and their gradients, must fit a GPU's registers together."""
-    return 2 ** math.ceil(math.log2(length)) * head_dim <= 8192
+    return (1 << (length - 1).bit_length()) * head_dim <= 8192
 
 
 class Visibility(nn.Module):

@@ -399,7 +399,9 @@ def sample(
 @app.command()
 def evaluate(
     model: Model,
-    data: Annotated[str, typer.Option(help="A named data set, an .npy array of integers, or a text file or folder.")],
+    data: Annotated[
+        str, typer.Option(help="A named data set, an .npy array of integers, a text file or folder, or a file of puzzles.")
+    ],
     steps: Annotated[str, typer.Option(help="Steps per block, as in 1,2.")] = "1",
     order: Annotated[str, typer.Option(help="Of samples: random, prob, margin or entropy. Bounds are for random.")] = "prob",
     z: Annotated[
@@ -423,7 +425,7 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of masks and samples.")] = 0,
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Also write the rows as JSON, and a plot beside it.")
+        Path | None, typer.Option("--json", help="Also write the rows as JSON, and, but for puzzles, a plot beside it.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Where the plot goes, a .png. [default: beside the JSON]")] = None,
     device: Device = "auto",
@@ -436,7 +438,7 @@ def evaluate(
     from vmd.diagnostics import describe as describe_latent
     from vmd.distributed import rank
     from vmd.evaluation import diagnose_model, evaluate_model, evaluate_puzzles
-    from vmd.files import write_atomically
+    from vmd.files import hardware, write_atomically
     from vmd.model import VMD, model_folder
     from vmd.progress import progress_bar
     from vmd.tables import print_table
@@ -445,7 +447,7 @@ def evaluate(
     require(n >= least, f"--n {n}: expected at least {least}")
     require(rows >= least, f"--rows {rows}: expected at least {least}")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
-    counts, draws = parse_counts("--steps", steps), parse_counts("--iwae", iwae)
+    counts, draws, drawn = parse_counts("--steps", steps), parse_counts("--iwae", iwae), plot is not None
     if json_out is not None:
         require(json_out.parent.is_dir(), f"--json {json_out}: no such folder {json_out.parent}")
         require(json_out.suffix == ".json", f"--json {json_out}: expected a path ending in .json")
@@ -462,6 +464,8 @@ def evaluate(
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
     z = z or (usual_z(folder, loaded.config) if max(counts) > 1 else "once")
     loaded_data = data_to_score(folder, loaded, data, split)
+    if isinstance(loaded_data, SudokuData):
+        require(not drawn, f"--plot {plot}: expected with data other than puzzles")
     if fixed is None:
         fixed = trained_fixed(folder)
         if fixed:
@@ -509,7 +513,8 @@ def evaluate(
     if json_out is not None:
         command = shlex.join(["vmd", *sys.argv[1:]])
         latent = None if carried is None else carried._asdict()
-        record = {"command": command, "data": data, "entropy": entropy, "rows": scores, "latent": latent}
+        record = {"command": command, "data": data, "seed": seed, "hardware": hardware(loaded.device.type)}
+        record |= {"entropy": entropy, "rows": scores, "latent": latent}
         write_atomically(json_out, json.dumps(record, indent=1))
     if plot is not None and not isinstance(loaded_data, SudokuData):
         from vmd.figures import draw_scores

@@ -24,7 +24,7 @@ SHIPPED = Path(__file__).with_name("weights")  # models that come with the libra
 def model_folder(name: str | Path) -> Path:
     """A folder as it is, or a model that comes with the library by its name."""
     shipped = {path.parent.name: path.parent for path in SHIPPED.glob(f"*/{CONFIG_FILE}")}
-    if os.path.exists(name) or str(name) not in shipped:
+    if os.path.exists(Path(name) / CONFIG_FILE) or str(name) not in shipped:
         also = f", or one that comes with vmd: {', '.join(sorted(shipped))}" if shipped else ""
         require(
             str(name) != "" and os.path.isdir(name),

@@ -102,6 +102,7 @@ class Block(nn.Module):
         if isinstance(visible, Whole):
             from vmd.kernels import whole_attention  # needs Triton, which needs a GPU
 
+            assert keep is None, "of one block all tokens are wanted"
             return self.attention_out(whole_attention(qkv, *(table.float() for table in turn), self.heads))
         if isinstance(visible, Fused):
             from vmd.kernels import doubled_attention

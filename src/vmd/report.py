@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vmd.config import require
 from vmd.files import read_json, write_atomically
-from vmd.tables import bench_table, merged_table, summary_table, to_markdown
+from vmd.tables import bench_table, merged_table, provenance, summary_table, to_markdown
 
 MARKER = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
@@ -48,10 +48,7 @@ def section(folder: Path, name: str, readme: Path) -> str:
         + "\n"
     )
     for run in runs:
-        text += (
-            f"`{run['command']}`: {run['hardware']['name']}, {run['seconds']:.0f} s for everything, "
-            f"{len(run['seeds'])} seeds.\n"
-        )
+        text += provenance(run)
     where = Path(os.path.relpath(folder / name, readme.parent)).as_posix()
     pictures = [
         "heatmap-deterministic.png",

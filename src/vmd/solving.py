@@ -233,6 +233,8 @@ def solve_command(
     require(animate is None or animate.suffix == ".gif", f"--animate {animate}: expected a name that ends in .gif")
     for option, path in (("--animate", animate), ("--out", out)):
         require(path is None or path.parent.is_dir(), f"{option} {path}: no such folder {path and path.parent}")
+        require(path is None or not path.is_dir(), f"{option} {path}: expected a file, found a folder")
+    require_range("--batch", batch, 1)
     if animate is not None:
         from vmd.figures import pyplot
 
@@ -257,8 +259,8 @@ def solve_one(model: VMD, puzzle: Tensor, animate: Path | None, options: dict[st
     )
     seconds = time.perf_counter() - started
     grid, solved = found.grids[0].cpu(), bool(found.right[0])
-    if not solved:
-        require(len(engine.solve(puzzle[0].numpy(), limit=1)) > 0, "the puzzle has no solution")
+    can_be = True if solved else engine.solvable(puzzle[0].numpy())
+    require(can_be is not False, "the puzzle has no solution")
     say = partial(Console().print, highlight=False, soft_wrap=True)
     say(board_text(grid, puzzle[0], wrong=not solved), end="")
     effort = f"{plural(int(found.evaluations[0]), 'evaluation')} in {plural(int(found.tries[0]), 'try', 'tries')}"
@@ -266,6 +268,8 @@ def solve_one(model: VMD, puzzle: Tensor, animate: Path | None, options: dict[st
         say(f"solved with {effort}, {seconds:.2f} s: every row, column and box holds every digit once")
     else:
         say(f"NOT solved with {effort}, {seconds:.2f} s: {broken_rule(grid, puzzle[0])}", style="red")
+        if can_be is None:
+            say("whether it has a solution at all would take longer to say")
     if animate is not None:
         from vmd.figures import animate_board
 

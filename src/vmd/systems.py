@@ -50,9 +50,18 @@ def signature(run: RunConfig) -> str:
     return json.dumps(to_dict(run), sort_keys=True)
 
 
+# Fields of training that decide how fast a result comes, and nothing else about it.
+SPEED = ("compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every")
+
+
 def is_of(saved: str, run: RunConfig) -> bool:
-    """Whether a signature is this run's, be it from before some fields were there."""
-    return saved == signature(run) or with_new_fields(json.loads(saved)) == to_dict(run)
+    """Whether a signature is this run's, be it from before some fields were there, or of one that was computed otherwise."""
+
+    def what_counts(settings: dict) -> dict:
+        training = {name: value for name, value in settings.get("training", {}).items() if name not in SPEED}
+        return settings | {"training": training}
+
+    return what_counts(with_new_fields(json.loads(saved))) == what_counts(to_dict(run))
 
 
 def goes_on(folder: Path, resume: bool) -> bool:

@@ -99,14 +99,29 @@ def detail_table(results: dict) -> Table:
 
 def render(results: dict) -> str:
     """table.md: a summary and every row."""
-    seeds = len(results["seeds"])
-    where = f"{results['hardware']['name']}, {results['seconds']:.0f} s, {seeds} seed{'s' if seeds > 1 else ''}"
-    head = f"# {results['name']}\n\n`{results['command']}` ({where})\n\n"
+    head = f"# {results['name']}\n\n{provenance(results)}\n"
     if results["name"] in ("ablations", "heads", "sudoku", "text"):
         makers = {"sudoku": sudoku_tables, "text": text_tables}
         tables = makers.get(results["name"], ablation_tables)(results)
         return head + "\n".join(f"## {title}\n\n{to_markdown(*table)}" for title, table in tables)
     return head + f"{to_markdown(*summary_table(results))}\n## Every row\n\n{to_markdown(*detail_table(results))}"
+
+
+def provenance(results: dict) -> str:
+    """By which commands, on which machines, in which time. Systems that were made in several goes say so each."""
+    seeds = len(results["seeds"])
+    effort = "for everything" if "systems" not in results else "of training and measuring"
+    rest = f"{results['seconds']:.0f} s {effort}, {seeds} seed{'s' if seeds > 1 else ''}."
+    made: dict[tuple[str, str], list[str]] = {}
+    for name, about in results.get("systems", {}).items():
+        origin = (about.get("command", results["command"]), about.get("hardware", results["hardware"])["name"])
+        made.setdefault(origin, []).append(name)
+    if len(made) < 2:
+        ((command, machine),) = made or [(results["command"], results["hardware"]["name"])]
+        return f"`{command}`: {machine}, {rest}\n"
+    return "".join(f"`{command}`: {machine} ({'; '.join(names)}).\n" for (command, machine), names in made.items()) + (
+        f"Together {rest}\n"
+    )
 
 
 def ablation_tables(results: dict) -> list[tuple[str, Table]]:
@@ -222,8 +237,8 @@ def ablation_rows(results: dict) -> Table:
 
 def sudoku_tables(results: dict) -> list[tuple[str, Table]]:
     tables = [
-        ("Solved, %, argmax", sudoku_table(results)),
-        ("Every order and number of evaluations, logic puzzles, argmax, % solved", sudoku_orders(results)),
+        ("Solved, % of logic puzzles, argmax", sudoku_table(results)),
+        ("Every order and number of evaluations, logic puzzles, argmax, % solved (of so many)", sudoku_orders(results)),
         ("Other puzzles and revising, argmax, % solved", sudoku_kinds(results)),
         ("Best of S tries by the rules, order margin, % solved at evaluations per puzzle", sudoku_tries(results)),
         ("Puzzles with several solutions, rule sample, order prob", sudoku_several(results)),
@@ -267,7 +282,8 @@ def sudoku_orders(results: dict) -> Table:
     counts = sorted({r["setting"]["steps"] for r in rows})
     lines = []
     for name, order in dict.fromkeys((r["system"], r["setting"]["order"]) for r in rows):
-        lines.append([name, order, *(percent(find(rows, system=name, order=order, steps=c)) for c in counts)])
+        found = [find(rows, system=name, order=order, steps=c) for c in counts]
+        lines.append([name, order, *("" if r is None else f"{percent(r)} ({r['setting']['n']:,})" for r in found)])
     return ["system", "order", *(f"NFE {c}" for c in counts)], lines
 
 
@@ -280,8 +296,8 @@ def sudoku_kinds(results: dict) -> Table:
         special = "revising" if s.get("revise") else "" if s["z"] == "once" else f"z {s['z']} at every step"
         special += f"noise {s['order_noise']:g} on the order" if s.get("order_noise") else ""
         if s["data"] != "logic" or special:
-            lines.append([r["system"], s["data"], s["order"], str(s["nfe"]), special, percent(r)])
-    return ["system", "puzzles", "order", "NFE", "", "solved"], lines
+            lines.append([r["system"], s["data"], f"{s['n']:,}", s["order"], str(s["nfe"]), special, percent(r)])
+    return ["system", "puzzles", "n", "order", "NFE", "", "solved"], lines
 
 
 def sudoku_tries(results: dict) -> Table:
@@ -295,9 +311,10 @@ def sudoku_tries(results: dict) -> Table:
             cells.append("" if found is None else f"{found['value']:.2f} at {found['setting']['evaluations']:.1f}")
         early = find(rows, **here, early=True, tries=counts[-1])
         cells.append("" if early is None else f"{early['value']:.2f} at {early['setting']['evaluations']:.1f}")
-        lines.append([name, data, "yes" if revise else "no", *cells])
+        n = find(rows, **here)["setting"]["n"]  # type: ignore[index]
+        lines.append([name, data, f"{n:,}", "yes" if revise else "no", *cells])
     last = f"{counts[-1]} tries, stopping early" if counts else ""
-    return ["system", "puzzles", "revising", *(f"{c} tr{'y' if c == 1 else 'ies'}" for c in counts), last], lines
+    return ["system", "puzzles", "n", "revising", *(f"{c} tr{'y' if c == 1 else 'ies'}" for c in counts), last], lines
 
 
 def sudoku_several(results: dict) -> Table:

@@ -21,7 +21,7 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     if tokenizer is None or not is_text(name):
         require(split is None, f"--split {split}: expected with a text and a model of text")
         about = saved_data(folder)
-        puzzles = bool(about.get("puzzles")) and Path(name).is_file()
+        puzzles = bool(about.get("puzzles") or model.config.board) and Path(name).is_file()
         layout = about.get("layout", "board")
         return load_data(name, length=model.config.length, puzzles=puzzles, augment=False, layout=layout)
     trained = saved_data(folder)

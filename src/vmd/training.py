@@ -181,11 +181,12 @@ def clip_gradients(parameters: list[Tensor], largest: float, *, per_model: bool)
     """Scale the gradients down to the largest norm allowed; an ensemble's models are scaled each by its own norm."""
     sharded = any(isinstance(p, DTensor) for p in parameters)
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    if per_model:
-        squares = torch.stack([g.reshape(len(g), -1).square().sum(1) for g in gradients]).sum(0)
+    if gradients and gradients[0].is_cuda and not per_model:
+        squares = list(torch._foreach_norm(gradients))  # one launch for many; on a CPU it would lose digits of large ones
+        squares = [torch.stack(squares).square().sum()]
     else:
-        squares = torch.stack(torch._foreach_norm(gradients)).square().sum()  # one launch for many small gradients
-    norm = sum_over_shards(squares, sharded=sharded).sqrt()
+        squares = [g.reshape(len(g), -1).square().sum(1) if per_model else g.square().sum() for g in gradients]
+    norm = sum_over_shards(torch.stack(squares).sum(0), sharded=sharded).sqrt()
     if largest > 0:
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
         if per_model:
@@ -265,8 +266,10 @@ def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
 
 
 def kernels_known_here() -> bool:
-    """The kernels' tiles need the shared memory of a Hopper GPU or newer; on others they must be asked for."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (9, 0)
+    """The kernels' tiles need the shared memory of a Hopper GPU; on those with less they must be asked for."""
+    if not torch.cuda.is_available():
+        return True
+    return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 0) >= 200_000
 
 
 def uncompiled(way: str) -> str:

@@ -508,7 +508,8 @@ class SudokuData:
         require(len(puzzles) > 0, f"{puzzles.name}: no puzzles")
         require(
             len(unsolved) == 0,
-            f"{puzzles.name}: no solution given for {len(unsolved)} of {len(puzzles)} puzzles: expected one for each",
+            f"{puzzles.name}: no solution given for {len(unsolved)} of {len(puzzles)} puzzles: expected one for each "
+            "(`vmd solve` needs none)",
         )
         self.puzzles, self.name, self.augmented = puzzles, puzzles.name, augmented
         self.layout = Layout(puzzles.solution.shape[1], pair)

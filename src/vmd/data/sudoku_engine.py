@@ -176,8 +176,8 @@ def most_constrained(candidates):
 
 
 @compiled
-def search(board, puzzle, barred_cell, barred_digit, found, limit):
-    """The number of solutions, at most `limit`; the first of them are written to `found` while it has rows.
+def search(board, puzzle, barred_cell, barred_digit, found, limit, guesses=2**62):
+    """The number of solutions, at most `limit`; the first of them are written to `found` while it has rows. -1: not decided.
 
     Only those count that do not have the barred digit in the barred cell, a blank; -1: no cell is barred.
     """
@@ -208,6 +208,9 @@ def search(board, puzzle, barred_cell, barred_digit, found, limit):
             if left[level] == 0:
                 level -= 1
                 continue
+            if guesses == 0:
+                return -1
+            guesses -= 1
             bit = left[level] & -left[level]
             left[level] ^= bit
             cell = guessed[level]
@@ -226,6 +229,17 @@ def solve(puzzle: np.ndarray, limit: int = 2) -> np.ndarray:
     puzzle = np.array(puzzle, dtype=np.uint8)  # a copy: numba compiles anew for arrays that cannot be written
     found = np.zeros((limit, len(puzzle)), dtype=np.uint8)
     return found[: search(BOARDS[len(puzzle)], puzzle, -1, 0, found, limit)]
+
+
+PATIENCE = 10_000_000 if COMPILED else 2_000  # guesses: some seconds
+
+
+def solvable(puzzle: np.ndarray) -> bool | None:
+    """Whether there is a solution; None if that takes too long to say."""
+    puzzle = np.array(puzzle, dtype=np.uint8)
+    none = np.zeros((0, len(puzzle)), dtype=np.uint8)
+    count = search(BOARDS[len(puzzle)], puzzle, -1, 0, none, 1, PATIENCE)
+    return None if count < 0 else count > 0
 
 
 # Making puzzles
