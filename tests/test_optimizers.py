@@ -12,7 +12,7 @@ from vmd.ensemble import Ensemble
 from vmd.masking import Masks, draw_masks
 from vmd.model import VMD
 from vmd.optimizers import Muon, make_optimizer, orthogonalize
-from vmd.training import Batch, mean_loss, train
+from vmd.training import Batch, clip_gradients, mean_loss, train
 
 SHAPES = {"tall": (20, 6), "wide": (6, 20), "square": (12, 12), "row": (1, 9)}
 LATENTS = {
@@ -240,3 +240,12 @@ def test_a_resumed_run_with_muon_is_the_uninterrupted_one_bit_for_bit(tmp_path, 
     assert any(
         key.startswith("optimizer/momentum/") for key in load_file(tmp_path / "whole/checkpoints/step-000000008.safetensors")
     )
+
+
+def test_the_norm_of_a_large_gradient_has_all_its_digits():
+    large = torch.nn.Parameter(torch.zeros(2**22))
+    large.grad = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
+    exact = large.grad.double().norm()
+    assert float(clip_gradients([large], 0.0, per_model=False)) == pytest.approx(float(exact), rel=1e-6)
+    clip_gradients([large], 1.0, per_model=False)
+    assert float(large.grad.double().norm()) == pytest.approx(1.0, rel=1e-5)

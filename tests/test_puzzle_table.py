@@ -18,7 +18,7 @@ from command import refused, settings, vmd
 from helpers import NO_LATENT, close, latent
 from test_solving import GRIDS, SMALL, oracle, unless_it_begins_with_one, untrained
 from vmd import figures, puzzle_table
-from vmd.config import ModelConfig, RunConfig, from_dict, to_dict
+from vmd.config import ModelConfig, RunConfig, from_dict, override_all, to_dict
 from vmd.data.sudoku import Layout, Puzzles, draw_puzzles, load_puzzles
 from vmd.figures import draw_sudoku
 from vmd.metrics import share_error
@@ -43,7 +43,7 @@ from vmd.puzzle_table import (
 from vmd.report import section
 from vmd.sampling import ORDERS, Samples
 from vmd.solving import solve_puzzles
-from vmd.systems import training_seconds
+from vmd.systems import is_of, signature, training_seconds
 from vmd.tables import render, sudoku_table, sudoku_tables
 
 BOARD = Layout(16, False)
@@ -584,6 +584,15 @@ def test_each_system_says_by_which_command_and_where_it_was_made(tmp_path):
         assert mine in words
         assert other not in words
         assert systems[mine]["hardware"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("setting", "same"),
+    [("training.attention=tiles", True), ("training.capture=true", True), ("training.precision=bf16", False)],
+)
+def test_a_system_that_was_computed_another_way_is_the_same(setting, same):
+    run = planned(SYSTEMS[0], FULL, False, [], "cpu")
+    assert is_of(signature(override_all(run, [setting])), run) == same
 
 
 def test_a_finished_run_is_not_run_again(copied, monkeypatch):
