@@ -316,8 +316,7 @@ def choose(
     """Choose a token for every masked position, and keep the surest.
 
     With `write`, which is told what is known, what to write and how to draw, those that are kept are written in turn. With
-    a `marginal`, log p(x_i) summed over z (B, r, V), the surest are those whose token it believes in: given one z that is
-    wrong, wrong tokens look as sure as others.
+    a `marginal`, log p(x_i) summed over z (B, r, V), the surest are those whose token it believes in.
     """
     _, uniforms, random_order, quota, doubt = inputs
 
@@ -377,7 +376,7 @@ def sample(
         and later ones see them; z heeds them if the encoder was trained to see the mask.
     steps: N per block; exactly N evaluations for every block that has a gap in some row.
     order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy.
-        Of a model of codes confidence in a token is summed over codes (unless they enter before the output layer).
+        With codes and argmax, confidence in a token is summed over codes (unless they enter before the output layer).
     rule: argmax (the paper's) or sample (temperature, top_p).
     z: drawn once per block (the paper's), fresh for every step, or at every step the likeliest of its prior.
     revise: a step keeps the surest of all tokens of the block so far, and masks again what an earlier one wrote and the
@@ -405,7 +404,7 @@ def sample(
     require(not revise or order != "random", "revise: expected order prob, margin or entropy: what to doubt is not random")
     require(0 <= order_noise < float("inf"), f"order_noise={order_noise}: expected a number of at least 0")
     require(not order_noise or order != "random", f"order_noise={order_noise}: expected 0 with order random")
-    how = Rule(order, rule, temperature, top_p, revise, order_noise, sums_codes(config, order, steps))
+    how = Rule(order, rule, temperature, top_p, revise, order_noise, sums_codes(config, order, rule, steps))
     gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
     has_gaps = gaps.any(0).tolist()  # for all blocks at once: it waits for the device
     nfe, cache_passes, steps_taken = 0, 0, []
@@ -457,9 +456,14 @@ def _trace_step(canvas: Tensor, block: int, step: int, here: slice, revealed: Te
     return Step(block, step, canvas.clone(), everywhere, confidences)
 
 
-def sums_codes(config: ModelConfig, order: str, steps: int) -> bool:
-    """Whether positions are ranked by what all codes together say. One step keeps all positions, whatever the order."""
-    return config.latent.coded and not config.latent.code_layers and order != "random" and steps > 1
+def sums_codes(config: ModelConfig, order: str, rule: str, steps: int) -> bool:
+    """Whether positions are ranked by what all codes together say of their tokens.
+
+    Who asks for the likeliest tokens has no use for those that are sure under one code, which may be wrong. Who draws
+    tokens draws the code too: no code is wrong then, and what is sure under it says most. One step keeps all positions.
+    """
+    sums = config.latent.coded and not config.latent.code_layers
+    return sums and rule == "argmax" and order != "random" and steps > 1
 
 
 def check_prompt(prompt: Tensor, config: ModelConfig) -> None:

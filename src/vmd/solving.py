@@ -79,7 +79,7 @@ def solve_puzzles(
     right = torch.zeros(len(puzzle), dtype=torch.bool, device=model.device)
     evaluations, taken = torch.zeros_like(right, dtype=torch.long), torch.zeros_like(right, dtype=torch.long)
     generator = torch.Generator(model.device).manual_seed(seed)
-    how = Rule(order, rule, 1.0, 1.0, revise, summed=sums_codes(config, order, steps))
+    how = Rule(order, rule, 1.0, 1.0, revise, summed=sums_codes(config, order, rule, steps))
     was_training = model.training
     model.eval()
     try:
