@@ -93,7 +93,7 @@ class Budget:
 
 
 FULL = Budget(
-    steps={"logic": 12_000, "pair": 10_000, "any": 40_000, "multi": 8_000, "grid": 5_000},
+    steps={"logic": 12_000, "pair": 10_000, "any": 24_000, "multi": 8_000, "grid": 5_000},
     settings=(),
     sizes={
         "logic": (1_800_000, 10_000),
