@@ -2,6 +2,7 @@ import hashlib
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -1052,3 +1053,29 @@ def test_small_grids_without_clues_are_all_drawn(small_grids):
     drawn = draw_puzzles(4_000, "grid", 0, box=2)
     assert not drawn.puzzle.any()
     assert {text(grid) for grid in drawn.solution} == {text(grid) for grid in small_grids}
+
+
+def test_boards_as_they_are_drawn_are_read(tmp_path):
+    puzzles = draw_puzzles(3, "any", seed=5)
+    boards = ["".join(map(str, row)) for row in puzzles.puzzle]
+    spaced = "\n\n".join("\n".join(" ".join(b[9 * i : 9 * i + 9]) for i in range(9)) for b in boards)
+    plain = "# three boards\n" + "\n".join("\n".join(b[9 * i : 9 * i + 9] for i in range(9)) for b in boards) + "\n"
+    for number, content in enumerate((spaced, plain.replace("0", "."), plain.replace("\n", "\r\n"))):
+        path = tmp_path / str(number)
+        path.write_bytes(content.encode())
+        assert (load_puzzles(path).puzzle == puzzles.puzzle).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("123456789\n" * 8, "8 lines of 9 characters: expected nine for each board"),
+        (".........\n" * 8 + "....\n", "line 9: 4 characters: expected 9, as in the first line"),
+        (".........\n" * 8 + "........x\n", "'x' at character 81"),
+        ("11.......\n" + ".........\n" * 8, "line 1"),
+    ],
+)
+def test_boards_that_are_drawn_wrongly_are_one_line(content, said, tmp_path):
+    (tmp_path / "boards").write_text(content)
+    with pytest.raises(InvalidInput, match=re.escape(said)):
+        load_puzzles(tmp_path / "boards")

@@ -119,7 +119,8 @@ def _read_text(path: Path, text: str) -> Puzzles:
     lines = text.removeprefix("\xef\xbb\xbf").split("\n")  # a byte order mark, read as Latin-1
     first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
     require(bool(first), f"{path}: no puzzles: expected a line of 81 characters for each")
-    fields = (_csv_fields if re.search("[A-Za-z]{4}", first) else _line_fields)(path, lines)
+    drawn = len("".join(first.split())) == 9
+    fields = (_csv_fields if re.search("[A-Za-z]{4}", first) else _board_fields if drawn else _line_fields)(path, lines)
     numbers, puzzles, solutions = [list(column) for column in zip(*fields, strict=True)] or ([], [], [])
     require(bool(numbers), f"{path}: no puzzles: expected a line of 81 characters for each below the header")
 
@@ -141,6 +142,17 @@ def _line_fields(path: Path, lines: list[str]) -> Iterator[tuple[int, str, str]]
             len(words) <= 2, f"{path}, line {number}: {len(words)} words: expected a puzzle, and its solution if it is known"
         )
         yield number, words[0], words[1] if len(words) == 2 else ""
+
+
+def _board_fields(path: Path, lines: list[str]) -> Iterator[tuple[int, str, str]]:
+    """Boards as they are drawn: nine lines of nine characters each."""
+    rows = [(number, "".join(line.split())) for number, line in enumerate(lines, start=1) if not line.startswith("#")]
+    rows = [(number, row) for number, row in rows if row]
+    for number, row in rows:
+        require(len(row) == 9, f"{path}, line {number}: {len(row)} characters: expected 9, as in the first line")
+    require(len(rows) % 9 == 0, f"{path}: {len(rows)} lines of 9 characters: expected nine for each board")
+    for start in range(0, len(rows), 9):
+        yield rows[start][0], "".join(row for _, row in rows[start : start + 9]), ""
 
 
 def _csv_fields(path: Path, lines: list[str]) -> Iterator[tuple[int, str, str]]:
