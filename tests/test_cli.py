@@ -4,6 +4,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -889,3 +890,10 @@ def test_noise_on_the_order_is_said_and_repeats_with_its_seed(trained):
     assert "noise 0.5 on the order" in noisy.err
     assert "noise" not in plain.err
     assert noisy.out == again.out
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_an_output_that_is_full_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "vmd", "presets"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "vmd: cannot write the output: no space left on device\n")

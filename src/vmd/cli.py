@@ -1,5 +1,6 @@
 """The `vmd` command. Nothing here imports torch until a command needs it."""
 
+import errno
 import json
 import math
 import os
@@ -774,6 +775,7 @@ def main() -> None:
     """Errors of the user are one line and exit code 2."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        sys.stdout.flush()
         if code == 130:  # how typer reports an interruption
             say("vmd: interrupted")
         if several_processes():
@@ -807,6 +809,10 @@ def main() -> None:
         elif type(error).__name__ == "Abort":
             say("vmd: interrupted")
             code = 130
+        elif isinstance(error, OSError) and error.errno == errno.ENOSPC:  # files say so themselves: this is the terminal
+            complain("cannot write the output: no space left on device")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
+            code = 2
         elif hasattr(error, "format_message"):  # a usage error of the command line
             say(f"vmd: {error.format_message()}")
             code = 2
