@@ -626,7 +626,12 @@ def data(
 
 @app.command()
 def solve(
-    puzzle: Annotated[str, typer.Argument(help="81 characters, . or 0 for a blank; or a file of puzzles, one a line.")],
+    puzzle: Annotated[
+        str,
+        typer.Argument(
+            help="81 characters, . or 0 for a blank; or a file of puzzles: lines of 81, or boards of nine lines."
+        ),
+    ],
     model: Annotated[str | None, typer.Option(help="A model folder. [default: the solver that comes with vmd]")] = None,
     steps: Annotated[int | None, typer.Option(help="Most evaluations in a try. [default: 20]")] = None,
     order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "margin",

@@ -329,29 +329,29 @@ def draw_several(rows: list[dict], path: Path) -> Path:
     """Valid grids in one draw against evaluations: puzzles with several solutions, and grids from nothing."""
     plt = pyplot()
     kinds = [k for k in ("multi", "grid") if any(row["setting"]["data"] == k for row in rows)]
-    figure, axes = plt.subplots(1, len(kinds), figsize=(4.8 * len(kinds), 3.6), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(kinds), figsize=(4.8 * len(kinds) + 2.4, 3.6), layout="constrained", squeeze=False)
     titles = {"multi": "puzzles with 2 to 50 solutions", "grid": "whole grids from nothing"}
     for axis, kind in zip(axes[0], kinds, strict=True):
         here = [row for row in rows if row["setting"]["data"] == kind and row["metric"] == "valid"]
         for number, name in enumerate(dict.fromkeys(row["system"] for row in here)):
-            best: dict[int, tuple] = {}  # of z drawn once or fresh, the better
-            for row in here:
-                if row["system"] == name:
-                    point = (row["value"], row["stderr"])
-                    best[row["setting"]["nfe"]] = max(point, best.get(row["setting"]["nfe"], point))
-            x = sorted(best)
-            y, error = zip(*(best[nfe] for nfe in x), strict=True)
-            label = name.partition(", ")[2]
-            axis.errorbar(x, y, error, marker="o", markersize=4, label=label, color=plt.get_cmap("tab10")(number))
+            of_it = [row for row in here if row["system"] == name]
+            fresh = any(row["setting"]["z"] == "fresh" for row in of_it)
+            for z, line in (("fresh", "-"), ("once", "--")) if fresh else (("once", "-"),):
+                shown = [row for row in of_it if row["setting"]["z"] == z or row["setting"]["nfe"] == 1]  # in one step alike
+                shown.sort(key=lambda row: row["setting"]["nfe"])
+                x, y, error = zip(*((r["setting"]["nfe"], r["value"], r["stderr"]) for r in shown), strict=True)
+                label = name.partition(", ")[2] + (f", z {z}" if fresh else "")
+                colour = plt.get_cmap("tab10")(number)
+                axis.errorbar(x, y, error, linestyle=line, marker="o", markersize=4, label=label, color=colour)
         ticks = sorted({row["setting"]["nfe"] for row in here})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.set_xlabel("network evaluations")
         axis.set_ylabel("valid grids in one draw, %")
-        axis.set_title(titles[kind], fontsize=10)
+        axis.set_title(f"{titles[kind]}; rule sample, order prob", fontsize=10)
         axis.grid(color=GRID)
-    axes[0, 0].legend(frameon=False, fontsize=9)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right upper")
     return save(figure, path)
 
 

@@ -383,6 +383,14 @@ doubled_attention.register_autograd(backward, setup_context=keep_for_backward)
 
 
 @triton.jit
+def load_keys_and_values(base, keys, there, cos, sin, H: tl.constexpr, D: tl.constexpr):
+    ROW: tl.constexpr = 3 * H * D
+    kind = base.dtype.element_ty
+    k1, k2 = load_turned(base + H * D, keys, keys, there, cos, sin, ROW, D // 2)
+    return k1.to(kind), k2.to(kind), load_rows(base + 2 * H * D, keys, there, ROW, D)
+
+
+@triton.jit
 def whole_forward_kernel(
     qkv, cos, sin, out, length, scale, H: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
@@ -393,9 +401,7 @@ def whole_forward_kernel(
     kind = qkv.dtype.element_ty
     keys = tl.arange(0, KEYS)
     there = keys < length
-    k1, k2 = load_turned(base + H * D, keys, keys, there, cos, sin, ROW, D // 2)
-    k1, k2 = k1.to(kind), k2.to(kind)
-    v = load_rows(base + 2 * H * D, keys, there, ROW, D)
+    k1, k2, v = load_keys_and_values(base, keys, there, cos, sin, H, D)
     to = out + batch.to(tl.int64) * (length * H * D) + head * D
     for first in range(0, length, BM):
         rows = first + tl.arange(0, BM)
@@ -421,9 +427,7 @@ def whole_backward_kernel(
     kind = qkv.dtype.element_ty
     keys = tl.arange(0, KEYS)
     there = keys < length
-    k1, k2 = load_turned(base + H * D, keys, keys, there, cos, sin, ROW, D // 2)
-    k1, k2 = k1.to(kind), k2.to(kind)
-    v = load_rows(base + 2 * H * D, keys, there, ROW, D)
+    k1, k2, v = load_keys_and_values(base, keys, there, cos, sin, H, D)
     dk1 = tl.zeros([KEYS, D // 2], tl.float32)
     dk2 = tl.zeros([KEYS, D // 2], tl.float32)
     dv = tl.zeros([KEYS, D], tl.float32)
