@@ -318,6 +318,22 @@ def test_a_file_of_puzzles_gives_a_table_and_lines(folder, monkeypatch, capsys):
     assert re.search(rf"in the first try[ |]+{first} of 24", capsys.readouterr().out)
 
 
+def test_puzzles_of_a_file_without_a_solution_are_told_apart(folder):
+    (folder / "two").write_text(f"{text(LARGE.puzzle[0])}\n12345678.{'.' * 8}9{'.' * 63}\n")
+    done = vmd(*solve("two", model="large"))
+    assert done.code == 1
+    assert re.search(r"have no solution[ |]+1 of 2[ |]+2 of those not solved were searched", done.out)
+    assert solving.unsolvable(SMALL.puzzle, patience=-1.0) == (0, 0)
+
+
+def test_digits_that_clash_are_found():
+    grid = SMALL.solution[0].copy()
+    assert not engine.clashing(grid).any()
+    grid[3:] = 0
+    grid[1] = grid[0]
+    assert engine.clashing(grid).nonzero()[0].tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(("code", "wrong"), [(1, lambda canvas: True), (0, unless_it_begins_with_one)])
 def test_an_animation_shows_the_grid(tmp_path, monkeypatch, code, wrong):
     drawn = []
@@ -329,7 +345,8 @@ def test_an_animation_shows_the_grid(tmp_path, monkeypatch, code, wrong):
     with Image.open(tmp_path / "a.gif") as picture:
         picture.load()
         assert (picture.format, picture.n_frames > 1) == ("GIF", True)
-    (first, *_), *_, (last, sure, *_) = drawn[0]
+    (first, *_), *_, (last, sure, _, title) = drawn[0]
+    assert ("the rules hold" in title, "break the rules" in title) == (code == 0, code == 1)
     assert text(first) == text(SMALL.puzzle[1])
     assert text(last) == re.sub(r"\D", "", re.split("solved|NOT", done.out)[0])
     assert (np.isnan(sure) == (SMALL.puzzle[1] > 0)).all()

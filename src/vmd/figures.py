@@ -356,7 +356,12 @@ def draw_several(rows: list[dict], path: Path) -> Path:
 
 
 def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, title: str, size: float = 90) -> None:
-    """A board: clues in black, digits written on a colour that says how sure the model was, the newest outlined."""
+    """A board: clues in black, digits written on a colour that says how sure the model was, the newest outlined.
+
+    Digits that break a rule are red.
+    """
+    from vmd.data.sudoku_engine import clashing
+
     side = round(len(puzzle) ** 0.5)
     box = round(side**0.5)
     axis.imshow(confidence.reshape(side, side), cmap="Blues", vmin=0, vmax=2.2, extent=(0, side, side, 0))
@@ -364,12 +369,14 @@ def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, t
         width = 2.0 if line % box == 0 else 0.5
         axis.plot([0, side], [line, line], color=INK, linewidth=width, clip_on=False)
         axis.plot([line, line], [0, side], color=INK, linewidth=width, clip_on=False)
+    clash = clashing(canvas)
     for cell, digit in enumerate(canvas):
         row, column = divmod(cell, side)
         if new[cell]:
             axis.add_patch(pyplot().Rectangle((column + 0.07, row + 0.07), 0.86, 0.86, fill=False, color="#c0504d"))
         if digit > 0:
-            look = {"color": INK, "weight": "bold"} if puzzle[cell] else {"color": "#123a66"}
+            colour = "#d00000" if clash[cell] else INK if puzzle[cell] else "#123a66"
+            look = {"color": colour, "weight": "bold" if puzzle[cell] else "normal"}
             axis.text(column + 0.5, row + 0.54, str(int(digit)), ha="center", va="center", fontsize=size / side, **look)
     axis.set_axis_off()
     axis.set_title(title, fontsize=9)
@@ -378,6 +385,8 @@ def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, t
 def board_frames(puzzle: Any, steps: list) -> list[tuple]:
     """(canvas, confidence, new, title) before the first step and after each, of the first row of the steps' batch."""
     import numpy as np
+
+    from vmd.data.sudoku_engine import clashing
 
     clues = np.asarray(puzzle)
     sure = np.full(len(clues), np.nan)
@@ -388,7 +397,9 @@ def board_frames(puzzle: Any, steps: list) -> list[tuple]:
         new = masked & (digits > 0)
         score = np.clip(np.asarray(step.score[0]), 0, 1)
         sure = np.where(new, score, np.where(digits > 0, sure, np.nan))
-        frames.append((digits, sure, new, f"evaluation {number}: {(digits > 0).sum()} of {len(digits)} cells"))
+        broken = clashing(digits).sum()
+        told = f", {broken} of them break the rules" if broken else ", the rules hold" if (digits > 0).all() else ""
+        frames.append((digits, sure, new, f"evaluation {number}: {(digits > 0).sum()} of {len(digits)} cells{told}"))
     return frames
 
 

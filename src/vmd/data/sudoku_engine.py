@@ -242,6 +242,16 @@ def solvable(puzzle: np.ndarray) -> bool | None:
     return None if count < 0 else count > 0
 
 
+def clashing(grid: np.ndarray) -> np.ndarray:
+    """(cells,) bool: digits that stand more than once in a row, a column or a box; blanks (0) do not clash."""
+    digits = np.asarray(grid)
+    clash = np.zeros(len(digits), dtype=bool)
+    for unit in BOARDS[len(digits)].units:
+        here = digits[unit]
+        clash[unit] |= (here > 0) & ((here[:, None] == here).sum(1) > 1)
+    return clash
+
+
 # Making puzzles
 
 
