@@ -176,6 +176,12 @@ def test_members_of_different_settings_are_refused():
         Ensemble(models)
 
 
+def test_an_attention_that_members_cannot_share_is_refused():
+    run = RunConfig(model=tiny_config(4, 2), training=TrainingConfig(steps=1, attention="fused"))
+    with pytest.raises(InvalidInput, match="attention=fused: expected dense in an ensemble"):
+        train(Ensemble([VMD(run.model)]), Stacked((1,)), run)
+
+
 def test_an_ensemble_resumes_bit_for_bit(tmp_path):
     class Stop(Exception):
         pass

@@ -413,7 +413,8 @@ def train(
     `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step was saved.
     """
     objective, training = config.objective, config.training
-    device = next(model.parameters()).device
+    device, way = next(model.parameters()).device, training.attention
+    require(isinstance(model, VMD) or way == "dense", f"training.attention={way}: expected dense in an ensemble")
     check_precision(training, device.type)
     objective.check(model.config)
     fixed = parse_positions(config.data.fixed, model.config.length)
@@ -428,7 +429,6 @@ def train(
         "an ensemble: expected one process and training.accumulate=1",
     )
     check_attention(training, model.config)
-    way = training.attention
     rows = my_rows(training.batch_size) if world_size() > 1 else None
     leads = rank() == 0  # one process writes what all have done
     network = parallel(model, training.parallel, compiled=training.compile)
