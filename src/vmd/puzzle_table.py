@@ -99,14 +99,14 @@ FULL = Budget(
         "logic": (1_800_000, 10_000),
         "any": (1_800_000, 10_000),
         "hard": (100, 5_000),
-        "multi": (500_000, 2_000),
+        "multi": (500_000, 1_000),
         "grid": (500_000, 100),
     },
     fewer=2_000,
     steps_per_block=(1, 2, 5, 10, 20, 40),
     looks=20,
     looked_at=1_000,
-    draws=64,
+    draws=32,
     grids=2_000,
     tries=8,
 )
@@ -304,7 +304,8 @@ def measure(system: System, model: VMD, sets: dict, budget: Budget) -> list[dict
     most = max(c for c in counts if c <= 20)
     if system.trained_on == "multi":
         tested = sets["multi"][1]
-        return several_rows(model, tested, len(tested), budget.draws, tuple(c for c in (1, 5, 20) if c <= max(counts)))
+        n = min(len(tested), budget.sizes["multi"][1])
+        return several_rows(model, tested, n, budget.draws, tuple(c for c in (1, 5, 20) if c <= max(counts)))
     if system.trained_on == "grid":
         cells = model.config.length
         return grid_rows(model, budget.grids, (*(c for c in (1, 5, 20, 40) if c < cells), cells))
