@@ -227,10 +227,11 @@ def test_every_gradient_of_one_block_with_the_kernel_is_that_without(settings, w
             loss = function(model, batch, torch.tensor(1.0, device="cuda"), 0.0).total
             found.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
         assert bool(asked) == (attention_way == "fused")
+    whole = float(torch.stack([a.norm() for a in found[0] if a is not None]).norm())
     for (name, _), a, b in zip(model.named_parameters(), *found, strict=True):
         assert (a is None) == (b is None), name
-        if a is not None:
-            assert float((a - b).norm()) <= 2e-2 * float(a.norm()) + 1e-7, name
+        if a is not None:  # a gradient of one number is a sum in which much cancels: its rounding is the whole's
+            assert float((a - b).norm()) <= 2e-2 * float(a.norm()) + 1e-4 * whole, name
 
 
 @pytest.mark.parametrize("own_clean_block", [False, True])
