@@ -214,6 +214,8 @@ def test_a_public_name_stays_what_it_is(name):
         ("objective.steps=0", "objective.steps=0"),
         ("objective.steps=2,x", "integer"),
         ("objective.z=twice", "objective.z='twice'"),
+        ("objective.whole=1", "objective.whole=1.0: expected a share"),
+        ("objective.whole=-0.1", "objective.whole=-0.1: expected a share"),
         ("objective.samples=0", "objective.samples=0"),
         ("model.latent.codes=1", "model.latent.codes=1"),
         ("model.latent.head=linear", "bilinear, additive"),
@@ -268,6 +270,13 @@ def test_steps_above_the_block_size_are_refused_where_they_are_used():
                 ObjectiveConfig(**unused).check(tiny_config(4, 2, z=z_config))
         with pytest.raises(InvalidInput, match=r"objective.steps=3: expected 1 to 2"):
             ObjectiveConfig(masking="steps", steps=(1, 3)).check(tiny_config(4, 2, z=z_config))
+
+
+def test_blocks_are_masked_whole_by_counts_only():
+    ObjectiveConfig(whole=0.5).check(tiny_config(4, 2))
+    for masking in ("times", "steps", "linear"):
+        with pytest.raises(InvalidInput, match=r"objective.whole=0.5: expected only with objective.masking=counts"):
+            ObjectiveConfig(masking=masking, whole=0.5).check(tiny_config(4, 2))
 
 
 def test_latents_that_reach_later_blocks_take_one_sample_once():

@@ -105,6 +105,13 @@ def test_the_count_is_uniform_over_the_maskable_tokens_of_a_row(generator):
     assert seen.tolist() == [0, 1000, 1000, 1000, 0]  # stratified: even, not only on average
 
 
+def test_a_share_of_blocks_is_masked_whole_besides(generator):
+    masks = draw_masks(random_tokens(50, 8), 4, whole=0.2, generator=generator)
+    seen = torch.bincount(masks.mask.view(100, 4).sum(-1), minlength=5)
+    assert seen.tolist() == [0, 20, 20, 20, 40]
+    assert (masks.weight == 4 / masks.mask.view(50, 2, 4).sum(-1)).all()
+
+
 def test_counts_are_stratified_over_a_batch(generator):
     masks = draw_masks(random_tokens(50, 8), 4, generator=generator)
     seen = torch.bincount(masks.mask.view(100, 4).sum(-1), minlength=5)
@@ -137,7 +144,7 @@ def test_all_masks_coefficients_are_the_integral_over_time(r):
         assert math.isclose(coefficient, float((t ** (k - 1) * (1 - t) ** (r - k)).mean()), rel_tol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("counts", {}), ("times", {"t_min": 1e-4})])
+@pytest.mark.parametrize(("kind", "options"), [("counts", {}), ("counts", {"whole": 0.3}), ("times", {"t_min": 1e-4})])
 @pytest.mark.parametrize("given_tokens", [0, 1])
 def test_both_kinds_estimate_the_enumerated_expectation(generator, kind, options, given_tokens):
     """On an arbitrary function of the mask, with and without a fixed token."""
@@ -147,6 +154,8 @@ def test_both_kinds_estimate_the_enumerated_expectation(generator, kind, options
     worth = torch.randn(2**m, generator=generator, dtype=torch.float64) + 1
     powers = 2 ** torch.arange(m)
     exact = float((coefficients * worth[(patterns * powers).sum(-1)]).sum())
+    whole = options.get("whole", 0.0)
+    exact = (1 - whole) * exact + whole * float(worth[-1])
     fixed = torch.arange(r) < given_tokens
     masks = draw_masks(torch.zeros(rows, r, dtype=torch.long), r, kind=kind, fixed=fixed, generator=generator, **options)
     values = masks.weight[:, 0].double() * worth[(masks.mask[:, given_tokens:] * powers).sum(-1)]

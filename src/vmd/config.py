@@ -205,6 +205,7 @@ class ObjectiveConfig:
     # absorbing states (Lou et al. 2024) in the log-linear schedule, whose scores are e^f (1 - t) / t.
     score_entropy: bool = False
     focal: float = 0.0  # a token of probability p weighs (1 - p)^focal (Ye et al. 2025: 1); no bound; without a latent
+    whole: float = 0.0  # of masking=counts: this share of blocks is masked whole besides, for samplers of few steps
     steps: tuple[int, ...] = (1,)  # of masking=steps: numbers of steps per block, equally often
     z: Literal["fresh", "once"] = "fresh"  # of masking=steps: how the sampler draws z
     samples: int = 1  # draws of z from the encoder; more than one: the importance-weighted bound
@@ -218,6 +219,7 @@ class ObjectiveConfig:
         for count in self.steps:
             require_range("objective.steps", count, 1)
         require_range("objective.samples", self.samples, 1, 1_000_000)
+        require(0 <= self.whole < 1, f"objective.whole={self.whole}: expected a share, 0 or more and less than 1")
         require_range("objective.kl_weight", self.kl_weight, 0)
         require_range("objective.kl_warmup_steps", self.kl_warmup_steps, 0)
         require_range("objective.free_bits", self.free_bits, 0)
@@ -237,6 +239,8 @@ class ObjectiveConfig:
             shown = ",".join(map(str, self.steps))
             require(self.steps == (1,), f"objective.steps={shown}: expected only with objective.masking=steps")
             require(self.z == "fresh", f"objective.z={self.z}: expected only with objective.masking=steps")
+        wanted = self.masking == "counts" or not self.whole
+        require(wanted, f"objective.whole={self.whole}: expected only with objective.masking=counts")
         require(
             self.masking != "steps" or max(self.steps) <= model.block_size,
             f"objective.steps={max(self.steps)}: expected 1 to {model.block_size}, the block size",

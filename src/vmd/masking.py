@@ -74,6 +74,7 @@ def draw_masks(
     kind: str = "counts",
     fixed: Tensor | None = None,
     t_min: float = 1e-3,
+    whole: float = 0.0,
     generator: torch.Generator | None = None,
     rows: Rows | None = None,
 ) -> Masks:
@@ -84,6 +85,7 @@ def draw_masks(
     counts: k ~ U{1..m}, a uniformly random k-subset of the block's m maskable tokens, weight m/k. For the linear
         schedule this has exactly the expectation of Eq. 2, since the integral over t of (1/t) C(m,k) t^k (1-t)^(m-k)
         is 1/k; there is no clipping and never an empty mask.
+        `whole` makes it a mixture: this share of blocks is masked whole, which is the bound of a sampler of one step.
     linear: t one of 1/T, 2/T, ..., 1 for T = 20, each maskable token masked with probability t, weight 1 + 1/T - t
         (Ye et al. 2025). No bound.
     times: t ~ U(t_min, 1], each maskable token masked with probability t, weight 1/t. A block that came out without
@@ -96,7 +98,8 @@ def draw_masks(
 
     if kind == "counts":
         m = maskable.sum(-1)
-        k = torch.minimum((u * m).long() + 1, m)  # the minimum guards m = 0
+        u = (u - whole) / (1 - whole)  # below 0 the block is masked whole
+        k = torch.where(u < 0, m, torch.minimum((u * m).long() + 1, m))  # the minimum guards m = 0
         rank = scores.masked_fill(~maskable, 2.0).argsort(-1).argsort(-1)
         mask = (rank < k.unsqueeze(-1)) & maskable
         weight = m / k.clamp(min=1)

@@ -144,7 +144,9 @@ def draw_batch(
         whole = objective.z == "once" and config.has_latent and max(objective.steps) > 1
         masks = draw_steps(flat, r, objective.steps, whole=whole, fixed=fixed, generator=generator, rows=rows)
     else:
-        masks = draw_masks(flat, r, kind=objective.masking, fixed=fixed, generator=generator, rows=rows)
+        masks = draw_masks(
+            flat, r, kind=objective.masking, whole=objective.whole, fixed=fixed, generator=generator, rows=rows
+        )
     masks = Masks(*(part.view(*x0.shape[:-1], *part.shape[1:]) for part in masks))
     noise = None
     if config.latent.kind == "gaussian":
