@@ -249,7 +249,8 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
     """Training curves, one puzzle filling in, and what latents do where there are several answers."""
     made = []
     systems = results["systems"]
-    curves = {name: about["curve"] for name, about in systems.items() if about["curve"]}
+    of = {name: "" if about["trained_on"] == "logic" else " (on such)" for name, about in systems.items()}
+    curves = {name + of[name]: about["curve"] for name, about in systems.items() if about["curve"]}
     if curves:
         counts = [r["setting"]["steps"] for r in plain_rows(results) if r["setting"]["order"] == "prob"]
         made.append(draw_accuracy_curves(curves, max(c for c in counts if c <= 20), folder / "curves.png"))
@@ -295,16 +296,21 @@ def draw_text(results: dict, path: Path) -> Path:
 
 
 def draw_accuracy_curves(curves: dict[str, list[dict]], nfe: int, path: Path) -> Path:
+    """On a scale on which 90, 99 and 99.9 % are as far apart as 10, 1 and 0.1 %."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8.5, 3.8), layout="constrained")
+    ticks = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
     for number, (name, points) in enumerate(curves.items()):
-        x, y = [p["step"] for p in points], [p["solved"] for p in points]
+        x, y = [p["step"] for p in points], [min(max(p["solved"] / 100, ticks[0]), ticks[-1]) for p in points]
         style = "-" if name.startswith("ours") else "--"
         axis.plot(x, y, style, label=name, color=plt.get_cmap("tab10")(number), linewidth=1.6)
+    axis.set_yscale("logit")
+    axis.set_ylim(ticks[0] / 1.5, 1 - ticks[0] / 1.5)
+    axis.set_yticks(ticks, ["\u2264 0.1", "1", "10", "50", "90", "99", "\u2265 99.9"])
+    axis.minorticks_off()
     axis.set_xlabel("training steps")
     axis.set_ylabel("puzzles solved, %")
-    axis.set_ylim(-2, 102)
-    axis.set_title(f"order prob, NFE {nfe}, argmax", fontsize=10)
+    axis.set_title(f"logic puzzles, unless trained on others; order prob, NFE {nfe}, argmax", fontsize=10)
     axis.grid(color=GRID)
     axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return save(figure, path)
@@ -397,9 +403,10 @@ def board_frames(puzzle: Any, steps: list) -> list[tuple]:
         new = masked & (digits > 0)
         score = np.clip(np.asarray(step.score[0]), 0, 1)
         sure = np.where(new, score, np.where(digits > 0, sure, np.nan))
-        broken = clashing(digits).sum()
-        told = f", {broken} of them break the rules" if broken else ", the rules hold" if (digits > 0).all() else ""
-        frames.append((digits, sure, new, f"evaluation {number}: {(digits > 0).sum()} of {len(digits)} cells{told}"))
+        filled, broken = (digits > 0).sum(), clashing(digits).sum()
+        told = "the rules hold" if filled == len(digits) else f"{filled} of {len(digits)} cells"
+        told = f"{broken} cells break the rules" if broken else told
+        frames.append((digits, sure, new, f"evaluation {number}: {told}"))
     return frames
 
 
