@@ -264,32 +264,37 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
 
 
 def draw_text(results: dict, path: Path) -> Path:
-    """Certified bits, real words and a judge's bits against evaluations, one line for each system."""
+    """Certified bits, real words and a judge's bits against evaluations, and against speed; one line for each system."""
     plt = pyplot()
     panels = [("bits", "certified bits per character"), ("real_words", "real words, %"), ("judged_bits", "judge's bits")]
     present = {row["metric"] for row in results["rows"]}
     panels = [panel for panel in panels if panel[0] in present]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 4.2), layout="constrained", squeeze=False)
+    rows = [row for row in results["rows"] if row["setting"].get("rule") == "sample"]
     names = [name for name, about in results["systems"].items() if not about["judge"]]
-    for axis, (metric, label) in zip(axes[0], panels, strict=True):
-        for number, name in enumerate(names):
-            points = sorted(
-                (row["setting"]["nfe"], row["value"])
-                for row in results["rows"]
-                if row["system"] == name and row["metric"] == metric and row["setting"]["rule"] == "sample"
-            )
-            if points:
-                x, y = zip(*points, strict=True)
-                style = {"none": "--", "gaussian": ":"}.get(results["configurations"][name]["model"]["latent"]["kind"], "-")
-                axis.plot(x, y, style, marker="o", markersize=4, label=name, color=plt.get_cmap("tab20")(number))
-        if metric in results["test_text"]:
-            axis.axhline(results["test_text"][metric], color=INK, linestyle="--", linewidth=1)
-        axis.set_xscale("log", base=2)
-        axis.set_xlabel(
-            f"network evaluations for {next(iter(results['configurations'].values()))['model']['length']} characters"
-        )
-        axis.set_ylabel(label)
-        axis.grid(color=GRID)
+    values = {(row["system"], row["metric"], row["setting"]["nfe"]): row["value"] for row in rows}
+    length = next(iter(results["configurations"].values()))["model"]["length"]
+    across = [f"network evaluations for {length} characters"]
+    across += ["characters per second, sampled in a batch"] if "characters_per_second" in present else []
+    size = (4.6 * len(panels), 3.9 * len(across))
+    figure, axes = plt.subplots(len(across), len(panels), figsize=size, layout="constrained", squeeze=False)
+    for by_speed, line in enumerate(axes):
+        for axis, (metric, label) in zip(line, panels, strict=True):
+            for number, name in enumerate(names):
+                found = [(nfe, value) for (system, m, nfe), value in values.items() if (system, m) == (name, metric)]
+                if by_speed:
+                    speed = [values.get((name, "characters_per_second", nfe)) for nfe, _ in found]
+                    found = [(fast, value) for fast, (_, value) in zip(speed, found, strict=True) if fast is not None]
+                if found:
+                    x, y = zip(*sorted(found), strict=True)
+                    kind = results["configurations"][name]["model"]["latent"]["kind"]
+                    style = {"none": "--", "gaussian": ":"}.get(kind, "-")
+                    axis.plot(x, y, style, marker="o", markersize=4, label=name, color=plt.get_cmap("tab20")(number % 20))
+            if metric in results["test_text"]:
+                axis.axhline(results["test_text"][metric], color=INK, linestyle="--", linewidth=1)
+            axis.set_xscale("log", base=10 if by_speed else 2)
+            axis.set_xlabel(across[by_speed])
+            axis.set_ylabel(label)
+            axis.grid(color=GRID)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, ncols=4, loc="outside upper center", fontsize=9)
     return save(figure, path)

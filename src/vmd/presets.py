@@ -117,14 +117,23 @@ def text(kind: str = "categorical") -> RunConfig:
         training=TrainingConfig(
             steps=10_000,
             batch_size=512,
-            optimizer="adamw",
-            learning_rate=3e-4,
+            optimizer="muon",
+            learning_rate=8e-3,
             weight_decay=0.01,
-            warmup_steps=500,
+            warmup_steps=200,
             ema=0.999,
         ),
     )
     return with_latent(run, kind)
+
+
+def text_paper(kind: str = "gaussian") -> RunConfig:
+    """The paper's latent and training: z of earlier blocks seen through the clean stream, AdamW with a long warm-up."""
+    run = text(kind)
+    latent = replace(run.model.latent, encoder_stream="doubled", on_clean=True)
+    training = replace(run.training, optimizer="adamw", learning_rate=3e-4, schedule="constant", warmup_steps=2_500)
+    objective = replace(run.objective, kl_weight=1.0)
+    return replace(run, model=replace(run.model, latent=latent), objective=objective, training=training)
 
 
 def text_draft() -> RunConfig:
@@ -190,6 +199,8 @@ def all_presets() -> dict[str, RunConfig]:
         presets |= {name: make(), f"{name}-gaussian": make("gaussian"), f"{name}-mdm": make("none")}
     presets |= {
         "text-draft": text_draft(),
+        "text-paper": text_paper(),
+        "text-mdm-paper": text_paper("none"),
         "sudoku-paper": sudoku_paper(),
         "sudoku-mdm-paper": sudoku_paper("none"),
         "sudoku-noise-paper": sudoku_paper(encoder_layers=0),

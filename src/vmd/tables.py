@@ -369,9 +369,11 @@ def text_bits_table(results: dict) -> Table:
             else number(found["value"], 4, found["stderr"])
             for n in (1, 2, 4)
         ]
-        surrogate = find(rows, system=name, metric="surrogate") or find(rows, system=name, metric="own_bound")
-        kind = "" if surrogate is None else ("surrogate" if surrogate["metric"] == "surrogate" else "bound")
-        trained = "" if surrogate is None else f"{surrogate['value']:.4f} ({kind})"
+        surrogate, bound = (find(rows, system=name, metric=metric) for metric in ("surrogate", "own_bound"))
+        trained = "" if bound is None else f"{bound['value']:.4f} (bound)"
+        if surrogate is not None:
+            apart = "" if everything is None else f", {surrogate['value'] - everything['value']:+.4f} of N = r"
+            trained = f"{surrogate['value']:.4f} (surrogate{apart})"
         counts = about["parameters"]
         size = f"{(counts['backbone'] + counts['pathway']) / 1e6:.1f} M"
         size += f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else ""

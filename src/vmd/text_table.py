@@ -43,28 +43,33 @@ class System:
     block: int
     settings: tuple[str, ...] = ()
     judge: bool = False
+    seed: int = 0
 
+
+ONE_STEP = ("objective.masking=steps", "objective.steps=1")
 
 SYSTEMS = (
     System("judge: AR, larger", "text-mdm", 1, judge=True),
     System("BD3-LM, r = 4", "text-mdm", 4),
     System("codes, r = 4", "text", 4),
-    System("chain, r = 4", "text", 4, ("model.latent.kind=chain",)),
+    System("codes for one step, r = 4", "text", 4, ONE_STEP),
     System("draft, r = 4", "text-draft", 4),
-    System("draft for one step, r = 4", "text-draft", 4, ("objective.steps=1",)),
+    System("draft for one step, r = 4", "text-draft", 4, ONE_STEP),
     System("AR", "text-mdm", 1),
     System("MDLM", "text-mdm", 256),
     System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z),
     System("Gaussian, learned prior, r = 4", "text-gaussian", 4, LEARNED_Z),
     System("BD3-LM, r = 8", "text-mdm", 8),
     System("codes, r = 8", "text", 8),
-    System("chain, r = 8", "text", 8, ("model.latent.kind=chain",)),
-    System("draft, r = 8", "text-draft", 8),
+    System("draft for one step, r = 8", "text-draft", 8, ONE_STEP),
     System("the paper's VMD, r = 8", "text-gaussian", 8, PAPER_Z),
     System("codes, r = 16", "text", 16),
-    System("chain, r = 16", "text", 16, ("model.latent.kind=chain",)),
-    System("draft, r = 16", "text-draft", 16),
+    System("draft for one step, r = 16", "text-draft", 16, ONE_STEP),
     System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
+    System("chain, r = 4", "text", 4, ("model.latent.kind=chain",)),
+    System("BD3-LM, r = 4, seed 1", "text-mdm", 4, seed=1),
+    System("codes, r = 4, seed 1", "text", 4, seed=1),
+    System("draft for one step, r = 4, seed 1", "text-draft", 4, ONE_STEP, seed=1),
 )
 
 
@@ -128,6 +133,7 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     has = {"model.latent": model.has_latent, "model.draft": model.draft > 0}
     size = [s for s in budget.settings if all(s.startswith(part) <= there for part, there in has.items())]
     size += budget.judge if system.judge else ()
+    size.append(f"training.seed={system.seed}")
     if model.draft:  # half of the time in one step
         several = [count for count in (2, 4, 8, 16) if count <= block]
         size.append("objective.steps=" + ",".join(map(str, [1] * max(1, len(several)) + several)))
@@ -253,6 +259,9 @@ def reproduce_text(
     budget = QUICK if quick else FULL
     systems = {system.name: system for system in SYSTEMS}
     chosen = chosen_names(list(systems), only)
+    if quick:
+        chosen = [name for name in chosen if not systems[name].seed]
+        require(bool(chosen), f"--only {', '.join(only)}: expected without --quick, which has one seed")
     require(bool(data) or quick, "--data: expected a text, such as text8, or the path of a file; --quick brings its own")
     for setting in overrides or []:
         require(not setting.strip().startswith("data."), f"--set {setting}: expected none of data: --data gives characters")
