@@ -7,7 +7,7 @@ from helpers import NO_LATENT, latent, random_tokens, tiny_config, tiny_model
 from vmd.config import InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.ensemble import Ensemble
 from vmd.latent import standard_normal
-from vmd.masking import Masks, draw_masks
+from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.training import Batch, clip_gradients, make_optimizer, mean_loss, train
 
@@ -37,12 +37,12 @@ def random_batch(length: int, r: int, z_config, seed: int = 0, rows: int = 6) ->
     masks = draw_masks(x0, r, generator=generator)
     shape = (MEMBERS, rows)
     noise = torch.randn(*shape, length // r, 3, generator=generator) if z_config.kind != "none" else None
-    return Batch(x0.view(*shape, -1), Masks(*(part.view(*shape, -1) for part in masks)), noise)
+    return Batch(x0.view(*shape, -1), masks.map(lambda part: part.view(*shape, -1)), noise)
 
 
 def of_member(batch: Batch, index: int) -> Batch:
     noise = None if batch.noise is None else batch.noise[index]
-    return Batch(batch.x0[index], Masks(*(part[index] for part in batch.masks)), noise)
+    return Batch(batch.x0[index], batch.masks.map(lambda part: part[index]), noise)
 
 
 @settings

@@ -9,7 +9,7 @@ from vmd.config import LatentConfig, RunConfig, TrainingConfig, override_all
 from vmd.data import ArrayData
 from vmd.data.synthetic import d1
 from vmd.ensemble import Ensemble
-from vmd.masking import Masks, draw_masks
+from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.optimizers import Muon, make_optimizer, orthogonalize
 from vmd.training import Batch, clip_gradients, mean_loss, train
@@ -194,9 +194,9 @@ def test_muon_steps_of_a_member_are_those_of_the_model_alone():
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x0 = random_tokens(12, 4, seed=step)
-        masks = Masks(*(part.view(2, 6, -1) for part in draw_masks(x0, 2, generator=generator)))
+        masks = draw_masks(x0, 2, generator=generator).map(lambda part: part.view(2, 6, -1))
         x0, noise = x0.view(2, 6, -1), torch.randn(2, 6, 2, 3, generator=generator)
-        own = [Batch(x0[i], Masks(*(part[i] for part in masks)), noise[i]) for i in range(2)]
+        own = [Batch(x0[i], masks.map(lambda part, i=i: part[i]), noise[i]) for i in range(2)]
         for learner, optimizer, part, weight in zip(
             learners, optimizers, [Batch(x0, masks, noise), *own], [weights, *weights], strict=True
         ):

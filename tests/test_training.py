@@ -616,7 +616,7 @@ def test_members_of_an_ensemble_have_the_losses_and_gradients_they_have_alone(r,
     together.total.sum().backward()
     stacked = dict(zip(ensemble.names, ensemble.weights, strict=True))
     for index, model in enumerate(models):
-        masks = type(batch.masks)(*(part[index] for part in batch.masks))
+        masks = batch.masks.map(lambda part, index=index: part[index])
         own = Batch(batch.x0[index], masks, None if batch.noise is None else batch.noise[index])
         alone = mean_loss(model, own, weights[index], 0.0)
         alone.total.backward()
@@ -719,5 +719,5 @@ def test_members_of_an_ensemble_have_the_focal_losses_they_have_alone():
     batch = draw_batch(Ensemble(models), StackedData(2), config.objective, 0, 6, None, torch.Generator().manual_seed(0))
     together = mean_loss(Ensemble(models), batch, torch.ones(2), 0.0, 1.0).total
     for index, model in enumerate(models):
-        own = Batch(batch.x0[index], type(batch.masks)(*(part[index] for part in batch.masks)), None)
+        own = Batch(batch.x0[index], batch.masks.map(lambda part, index=index: part[index]), None)
         torch.testing.assert_close(together[index], mean_loss(model, own, torch.tensor(1.0), 0.0, 1.0).total)

@@ -55,7 +55,8 @@ class Ensemble(nn.Module):
 
         weights = dict(zip(self.names, self.weights, strict=True))
         noise_dim = None if noise is None else 0
-        return torch.vmap(one, in_dims=(0, 0, 0, noise_dim, 0))(weights, x0, masks, noise, kl_weight)
+        mask_dims = Masks(0, 0, 0, None if masks.alone is None else 0)  # type: ignore[arg-type]
+        return torch.vmap(one, in_dims=(0, 0, mask_dims, noise_dim, 0))(weights, x0, masks, noise, kl_weight)
 
     @torch.no_grad()
     def member(self, index: int) -> tuple[VMD, dict[str, Tensor]]:

@@ -153,14 +153,21 @@ def targets_nll(
 
     With `focal` each is weighed by (1 - p)^focal, which turns to tokens that are still hard. With `drafts` the targets of a
     step are written from left to right: `denoise` is told in the place of z what is known by the end of it, (B, L), of which
-    a token sees what stands before it in its block.
+    a token sees what stands before it in its block; of targets that are scored alone, no other is known.
     """
     flat, rows, steps = flatten_steps(x0, masks)
     z = None if z is None else z.repeat_interleave(steps, dim=0)
-    z = apply_mask(rows, flat.mask & ~flat.target, mask_id) if drafts else z
+    if drafts:
+        written = flat.target if flat.alone is None else flat.target & ~spread(flat.alone, rows)
+        z = apply_mask(rows, flat.mask & ~written, mask_id)
     nll = token_nll(denoise(apply_mask(rows, flat.mask, mask_id), rows, z), rows, score_entropy) * flat.target
     nll = nll * (1 - (-nll).exp()) ** focal if focal else nll
     return nll.view(len(x0), steps, masks.weight.shape[-1], -1).sum((1, 3))
+
+
+def spread(by_block: Tensor, x0: Tensor) -> Tensor:
+    """(B, blocks) as (B, L)."""
+    return by_block.repeat_interleave(x0.shape[1] // by_block.shape[1], dim=1)
 
 
 def code_terms(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) -> Codes | ChainCodes:
@@ -194,7 +201,7 @@ def importance_terms(
     """-log p(targets | z_s) and log p(z_s) - log q(z_s) for S draws z_s of the posterior, each (S, B, blocks)."""
     draws = len(noise)
     z = posterior.draw(noise)  # (S, B, blocks, dim)
-    many = Masks(*(part.repeat(draws, *[1] * (part.dim() - 1)) for part in masks))
+    many = masks.map(lambda part: part.repeat(draws, *[1] * (part.dim() - 1)))
     nll = targets_nll(denoise, x0.repeat(draws, 1), many, mask_id, z.flatten(0, 1))
     return nll.unflatten(0, (draws, -1)), prior.log_prob(z) - posterior.log_prob(z)
 

@@ -134,9 +134,8 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     size = [s for s in budget.settings if all(s.startswith(part) <= there for part, there in has.items())]
     size += budget.judge if system.judge else ()
     size.append(f"training.seed={system.seed}")
-    if model.draft:  # half of the time in one step
-        several = [count for count in (2, 4, 8, 16) if count <= block]
-        size.append("objective.steps=" + ",".join(map(str, [1] * max(1, len(several)) + several)))
+    if model.draft:  # half of the time in one step, half of it token by token
+        size.append(f"objective.steps=1,{block}")
     run = override_all(
         preset(system.preset),
         [f"model.length={budget.length}", f"model.block_size={block}", *size, *system.settings, *overrides],

@@ -142,12 +142,14 @@ def draw_batch(
     flat, r = x0.flatten(0, -2), config.block_size
     if objective.masking == "steps":
         whole = objective.z == "once" and config.has_latent and max(objective.steps) > 1
-        masks = draw_steps(flat, r, objective.steps, whole=whole, fixed=fixed, generator=generator, rows=rows)
+        masks = draw_steps(
+            flat, r, objective.steps, whole=whole, alone=config.draft > 0, fixed=fixed, generator=generator, rows=rows
+        )
     else:
         masks = draw_masks(
             flat, r, kind=objective.masking, whole=objective.whole, fixed=fixed, generator=generator, rows=rows
         )
-    masks = Masks(*(part.view(*x0.shape[:-1], *part.shape[1:]) for part in masks))
+    masks = masks.map(lambda part: part.view(*x0.shape[:-1], *part.shape[1:]))
     noise = None
     if config.latent.kind == "gaussian":
         draws = [objective.samples] if objective.samples > 1 else []
@@ -162,8 +164,8 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     if count == 1:
         return [batch]
     noises = [None] * count if batch.noise is None else batch.noise.chunk(count, dim=-3)
-    masks = zip(*(part.chunk(count) for part in batch.masks), strict=True)
-    return [Batch(x0, Masks(*m), noise) for x0, m, noise in zip(batch.x0.chunk(count), masks, noises, strict=True)]
+    masks = [batch.masks.map(lambda part, place=place: part.chunk(count)[place]) for place in range(count)]  # type: ignore[misc]
+    return [Batch(x0, m, noise) for x0, m, noise in zip(batch.x0.chunk(count), masks, noises, strict=True)]
 
 
 def mean_loss(
