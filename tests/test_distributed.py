@@ -28,7 +28,7 @@ from vmd.checkpoints import checkpoint_files
 from vmd.config import InvalidInput, LatentConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data import ArrayData, Dataset
 from vmd.evaluation import evaluate_model
-from vmd.masking import Masks, Rows
+from vmd.masking import Rows
 from vmd.model import VMD
 from vmd.training import Batch, check_precision, draw_batch, mean_loss, train
 
@@ -198,7 +198,7 @@ def test_parts_of_a_batch_are_what_they_are_in_the_whole(objective, data, fixed,
         assert torch.equal(after, state)  # what is drawn later is the same for all
         parts.append(part)
     assert torch.equal(torch.cat([part.x0 for part in parts]), whole.x0)
-    for name in Masks._fields:
+    for name in ("mask", "target", "weight"):
         assert torch.equal(torch.cat([getattr(part.masks, name) for part in parts]), getattr(whole.masks, name))
     noises = [part.noise for part in parts if part.noise is not None]
     assert whole.noise is not None

@@ -55,12 +55,12 @@ def test_systems_made_in_several_goes_say_so_each():
     one = {"command": "vmd reproduce sudoku --only a", "hardware": {"name": "abacus"}}
     two = {"command": "vmd reproduce sudoku --only b", "hardware": {"name": "slide rule"}}
     about = {"command": "vmd", "hardware": {"name": "loom"}, "seconds": 12.3, "seeds": [0]}
-    alone = "`vmd reproduce sudoku --only a`: abacus, 12 s of training and measuring, 1 seed.\n"
+    alone = "`vmd reproduce sudoku --only a`: abacus, 12 s of training and measuring, one seed a row.\n"
     assert provenance(about | {"systems": {"a": one}}) == alone
-    assert provenance(about | {"systems": {"a": {}}}) == "`vmd`: loom, 12 s of training and measuring, 1 seed.\n"
+    assert provenance(about | {"systems": {"a": {}}}) == "`vmd`: loom, 12 s of training and measuring, one seed a row.\n"
     assert provenance(about | {"systems": {"a": one, "b": two, "c": one}}) == (
         "`vmd reproduce sudoku --only a`: abacus (a; c).\n`vmd reproduce sudoku --only b`: slide rule (b).\n"
-        "Together 12 s of training and measuring, 1 seed.\n"
+        "Together 12 s of training and measuring, one seed a row.\n"
     )
 
 

@@ -20,7 +20,7 @@ from vmd import solving
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict
 from vmd.data import sudoku_engine as engine
 from vmd.data.sudoku import draw_puzzles, in_test, random_symmetry, valid
-from vmd.figures import animate_board, board_frames
+from vmd.figures import animate_board, board_frames, draw_board, pyplot
 from vmd.model import VMD, Predictor
 from vmd.presets import preset
 from vmd.solving import broken_rule, parse_puzzle, solve_puzzles
@@ -322,16 +322,51 @@ def test_puzzles_of_a_file_without_a_solution_are_told_apart(folder):
     (folder / "two").write_text(f"{text(LARGE.puzzle[0])}\n12345678.{'.' * 8}9{'.' * 63}\n")
     done = vmd(*solve("two", model="large"))
     assert done.code == 1
-    assert re.search(r"have no solution[ |]+1 of 2[ |]+2 of those not solved were searched", done.out)
-    assert solving.unsolvable(SMALL.puzzle, patience=-1.0) == (0, 0)
+    assert re.search(r"have no solution[ |]+1 of 2", done.out)
+
+
+def test_only_puzzles_that_were_not_solved_are_searched_and_what_is_not_known_is_said(monkeypatch, capsys):
+    asked = []
+
+    def solvable(puzzle):
+        asked.append(puzzle)
+        return (False, None, True, False)[(len(asked) - 1) % 4]
+
+    monkeypatch.setattr(engine, "solvable", solvable)
+    assert solving.unsolvable(SMALL.puzzle[:8]) == (4, 6)
+    assert solving.unsolvable(SMALL.puzzle[:8], patience=-1.0) == (1, 1)
+    options = {"steps": 4, "order": "prob", "tries": 1}
+    asked.clear()
+    assert not solving.solve_file(oracle(unless_it_begins_with_one), SMALL, 64, None, options)
+    unsolved = int(unless_it_begins_with_one(torch.where(PUZZLE > 0, PUZZLE - 1, 4)).sum())
+    assert len(asked) == unsolved
+    assert re.search(rf"have no solution[ |]+at least \d+ of {len(PUZZLE)}", capsys.readouterr().out)
+    assert solving.solve_file(oracle(), SMALL, 64, None, options)
+    assert len(asked) == unsolved
 
 
 def test_digits_that_clash_are_found():
     grid = SMALL.solution[0].copy()
     assert not engine.clashing(grid).any()
-    grid[3:] = 0
-    grid[1] = grid[0]
-    assert engine.clashing(grid).nonzero()[0].tolist() == [0, 1]
+    for one, other in ((0, 3), (0, 12), (0, 5)):  # of a row, of a column, of a box
+        pair = np.zeros_like(grid)
+        pair[[one, other]] = 3
+        assert engine.clashing(pair).nonzero()[0].tolist() == [one, other]
+    pair[[0, 5, 11]] = 1, 2, 1  # neither
+    assert not engine.clashing(pair).any()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_digits_that_clash_are_red(broken):
+    plt = pyplot()
+    figure, axis = plt.subplots()
+    grid = SMALL.solution[0].astype(int)
+    if broken:
+        grid = np.where(np.arange(16) == 1, grid[0], grid)
+    draw_board(axis, SMALL.puzzle[0], grid, np.zeros(16), np.zeros(16, bool), "")
+    colours = [text.get_color() for text in axis.texts if text.get_text().isdigit()]
+    plt.close(figure)
+    assert [colour == "#d00000" for colour in colours] == engine.clashing(grid).tolist()
 
 
 @pytest.mark.parametrize(("code", "wrong"), [(1, lambda canvas: True), (0, unless_it_begins_with_one)])

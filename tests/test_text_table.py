@@ -16,7 +16,7 @@ import torch
 from command import refused, settings, succeeds, vmd
 from helpers import close
 from vmd import figures, text_table
-from vmd.config import RunConfig, from_dict
+from vmd.config import ObjectiveConfig, RunConfig, from_dict
 from vmd.data import TextData
 from vmd.figures import draw_figures
 from vmd.likelihood import in_bits, nll_bound
@@ -31,7 +31,7 @@ from vmd.text_table import (
     SYSTEMS,
     folder_of,
     known,
-    objective_bits,
+    objective_nats,
     planned,
     quick_text,
     read_text,
@@ -39,7 +39,7 @@ from vmd.text_table import (
 )
 
 PNG = b"\x89PNG\r\n\x1a\n"
-NAMES = [system.name for system in SYSTEMS if not system.seed]  # of a quick table
+NAMES = [system.name for system in SYSTEMS if not system.second_seed]  # of a quick table
 JUDGE = next(system.name for system in SYSTEMS if system.judge)
 BY_NAME = {system.name: system for system in SYSTEMS}
 LENGTH, ROWS = 16, 10
@@ -160,7 +160,7 @@ def test_every_system_is_planned_as_its_name_says(plans):
             assert (run.model.length, run.model.vocab_size, run.data.name) == (length, 27, "x")
             if " r = " in name:
                 assert run.model.block_size == min(length, int(re.search(r"r = (\d+)", name)[1]))
-            assert run.training.seed == (1 if name.endswith("seed 1") else 0)
+            assert run.training.seed == (1 if name.endswith("second seed") else 0)
             assert (run.model.latent.kind == "chain") is name.startswith("chain")
             assert (run.model.latent.kind == "categorical") is name.startswith("codes")
             assert (run.model.draft > 0) is name.startswith("draft")
@@ -177,6 +177,21 @@ def test_every_system_is_planned_as_its_name_says(plans):
         assert runs["AR"].model.block_size == runs[JUDGE].model.block_size == 1
         assert runs["the paper's VMD, r = 4"].model.z_reaches_later_blocks
     assert len({folder_of(Path("out"), system) for system in SYSTEMS}) == len(SYSTEMS) == len(BY_NAME)
+
+
+def test_a_second_seed_is_another_than_the_first_whatever_that_is():
+    data = SimpleNamespace(length=8, vocab_size=27, symbols=())
+    for name, seed in (("codes, r = 4", 5), ("codes, r = 4, second seed", 6)):
+        run = planned(BY_NAME[name], replace(TINY, length=8), "x", ["training.seed=5"], data, "cpu")
+        assert run.training.seed == seed
+
+
+def test_second_seeds_and_misfits_are_named(tmp_path):
+    words = ("reproduce", "text", "--quick", "--out", tmp_path / "out")
+    both = ("--only", "codes, r = 4", "--only", "codes, r = 4, second seed")
+    assert "codes, r = 4, second seed: expected without --quick" in refused(*words, *both, folder=tmp_path)
+    told = refused(*words, "--only", "draft, r = 4", *settings("objective.whole=0.5"), folder=tmp_path)
+    assert told.startswith("vmd: draft, r = 4: objective.whole=0.5")
 
 
 def test_the_judge_is_larger_than_all_it_judges(plans):
@@ -260,22 +275,39 @@ def test_what_was_trained_is_called_a_surrogate_with_z_and_a_bound_without(whole
         (row,) = (r for r in rows_of(whole.results, name) if r["metric"] in ("surrogate", "own_bound"))
         assert row["metric"] == ("surrogate" if no_bound else "own_bound")
         assert line[0] == name
-        apart = row["value"] - next(r["value"] for r in reversed(rows_of(whole.results, name)) if r["metric"] == "bits")
-        assert line[-1] == f"{row['value']:.4f} ({f'surrogate, {apart:+.4f} of N = r' if no_bound else 'bound'})"
+        told = "bound"
+        if no_bound:
+            (apart,) = (r for r in rows_of(whole.results, name) if r["metric"] == "surrogate_apart")
+            bits = next(r["value"] for r in reversed(rows_of(whole.results, name)) if r["metric"] == "bits")
+            assert close(apart["value"], row["value"] - bits, 1e-6)
+            assert apart["stderr"] > 0
+            told = f"surrogate, {apart['value']:+.4f} ± {apart['stderr']:.4f} of N = r"
+        assert line[-1] == f"{row['value']:.4f} ({told})"
         if BY_NAME[name].preset == "text-draft":  # the certified bits themselves, of the steps it was trained for
             bits = {r["setting"]["steps"]: r["value"] for r in rows_of(whole.results, name) if r["metric"] == "bits"}
             steps = whole.results["configurations"][name]["objective"]["steps"]
             assert close(row["value"], sum(bits[n] for n in steps) / len(steps))
 
 
+def trained_bits(model: VMD, **objective):
+    return in_bits(objective_nats(model, X0, ObjectiveConfig(**objective)), LENGTH)
+
+
+def test_what_was_trained_heeds_blocks_that_are_masked_whole(whole):
+    model = model_of(whole, "BD3-LM, r = 4")
+    one_step = in_bits(nll_bound(model, X0, 1), LENGTH).value
+    assert close(trained_bits(model, whole=0.999999).value, one_step, 1e-4)
+    assert not close(trained_bits(model).value, one_step, 1e-3)
+
+
 def test_score_entropy_is_not_below_the_bound_of_normalised_outputs(whole):
     model = model_of(whole, "SEDD")
-    own, normalised = (objective_bits(model, X0, flag) for flag in (True, False))
+    own, normalised = (trained_bits(model, score_entropy=flag) for flag in (True, False))
     (row,) = (r for r in rows_of(whole.results, "SEDD") if r["metric"] == "own_bound")
     assert close(row["value"], own.value, 1e-5)
     assert own.value > normalised.value + 0.1  # of outputs that have not learned to sum to one
     (other,) = (r for r in rows_of(whole.results, "MDLM") if r["metric"] == "own_bound")
-    assert close(other["value"], objective_bits(model_of(whole, "MDLM"), X0, False).value, 1e-5)
+    assert close(other["value"], trained_bits(model_of(whole, "MDLM")).value, 1e-5)
 
 
 def test_the_test_text_is_judged_by_the_words_of_the_training_text(whole):

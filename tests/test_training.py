@@ -713,6 +713,13 @@ def test_linear_masks_and_focal_weights_train_what_mean_loss_says():
     assert float(mean_loss(model_for(config), first, torch.tensor(1.0), 0.0).total.detach()) > log[0]["total"] + 0.01
 
 
+def test_a_share_of_blocks_is_masked_whole_in_training():
+    model = VMD(tiny_config(4, 4, 10))
+    for whole, wanted in ((0.0, 8), (0.5, 20)):  # of 32 blocks: a quarter, and a quarter of the other half
+        drawn = draw_batch(model, d1(), ObjectiveConfig(whole=whole), 0, 32, None, torch.Generator().manual_seed(0))
+        assert int(drawn.masks.mask.view(32, 4).all(-1).sum()) == wanted
+
+
 def test_members_of_an_ensemble_have_the_focal_losses_they_have_alone():
     config = dataclasses.replace(run_config("objective.focal=1"), model=tiny_config(4, 4))
     models = [model_for(config, seed) for seed in range(2)]

@@ -279,13 +279,15 @@ def solve_one(model: VMD, puzzle: Tensor, animate: Path | None, options: dict[st
 
 
 def unsolvable(puzzle: np.ndarray, patience: float = 5.0) -> tuple[int, int]:
-    """How many of puzzles (n, cells) have no solution, and how many were searched for one within some seconds."""
-    started, hopeless = time.perf_counter(), 0
-    for searched, one in enumerate(puzzle):
+    """How many of puzzles (n, cells) have no solution, and of how many that could be said within some seconds."""
+    found: list[bool | None] = []
+    for one in puzzle:
+        found.append(engine.solvable(one))
+        if len(found) == 1:  # which may have waited for a compiler
+            started = time.perf_counter()
         if time.perf_counter() - started > patience:
-            return hopeless, searched
-        hopeless += engine.solvable(one) is False
-    return hopeless, len(puzzle)
+            break
+    return found.count(False), len(found) - found.count(None)
 
 
 def solve_file(model: VMD, puzzles: Puzzles, batch: int, out: Path | None, options: dict[str, Any]) -> bool:
@@ -299,9 +301,11 @@ def solve_file(model: VMD, puzzles: Puzzles, batch: int, out: Path | None, optio
         ["solved, by the rules", f"{int(right.sum())} of {len(right)}", f"{100 * float(right.double().mean()):.2f} %"],
         ["in the first try", f"{int((right & (found.tries.cpu() == 1)).sum())} of {len(right)}", ""],
     ]
-    hopeless, searched = unsolvable(puzzles.puzzle[~right.numpy()])
+    unsolved = puzzles.puzzle[~right.numpy()]
+    hopeless, decided = unsolvable(unsolved)
     if hopeless:
-        rows.append(["have no solution", f"{hopeless} of {len(right)}", f"{searched} of those not solved were searched"])
+        least = "" if decided == len(unsolved) else "at least "
+        rows.append(["have no solution", f"{least}{hopeless} of {len(right)}", ""])
     known = torch.from_numpy(puzzles.solution.any(1))
     if known.any():
         same = (grids == torch.from_numpy(puzzles.solution.astype("int64"))).all(1) & known

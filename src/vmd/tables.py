@@ -111,7 +111,8 @@ def provenance(results: dict) -> str:
     """By which commands, on which machines, in which time. Systems that were made in several goes say so each."""
     seeds = len(results["seeds"])
     effort = "for everything" if "systems" not in results else "of training and measuring"
-    rest = f"{results['seconds']:.0f} s {effort}, {seeds} seed{'s' if seeds > 1 else ''}."
+    told = "one seed a row" if "systems" in results else f"{seeds} seed{'s' if seeds > 1 else ''}"
+    rest = f"{results['seconds']:.0f} s {effort}, {told}."
     made: dict[tuple[str, str], list[str]] = {}
     for name, about in results.get("systems", {}).items():
         origin = (about.get("command", results["command"]), about.get("hardware", results["hardware"])["name"])
@@ -372,8 +373,9 @@ def text_bits_table(results: dict) -> Table:
         surrogate, bound = (find(rows, system=name, metric=metric) for metric in ("surrogate", "own_bound"))
         trained = "" if bound is None else f"{bound['value']:.4f} (bound)"
         if surrogate is not None:
-            apart = "" if everything is None else f", {surrogate['value'] - everything['value']:+.4f} of N = r"
-            trained = f"{surrogate['value']:.4f} (surrogate{apart})"
+            apart = find(rows, system=name, metric="surrogate_apart")
+            told = "" if apart is None else f", {apart['value']:+.4f} ± {apart['stderr'] or 0:.4f} of N = r"
+            trained = f"{surrogate['value']:.4f} (surrogate{told})"
         counts = about["parameters"]
         size = f"{(counts['backbone'] + counts['pathway']) / 1e6:.1f} M"
         size += f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else ""
