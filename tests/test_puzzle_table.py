@@ -426,6 +426,12 @@ def test_what_is_measured_of_a_system_is_what_its_row_is_for(whole):
     assert kinds("several solutions, no z", "z") == {"once"}
     assert kinds("whole grids, no z", "steps") == {1, 5, 16}
     assert kinds("the paper's VMD", "z") == {"once", "fresh", "likeliest"}
+    for name, several in (("ours, codes", True), ("the paper's VMD", False), ("GPT-2 of Ye et al.", False)):
+        unfiltered = [row["setting"] for row in rows_of(whole.results, name) if row["setting"]["data"] == "any"]
+        once = [setting for setting in unfiltered if "tries" not in setting and setting["z"] == "once"]
+        assert once
+        assert any(setting.get("revise") for setting in once) is several
+        assert not any(setting.get("order_noise") for setting in unfiltered)
     for setting in (
         row["setting"] for row in rows_of(whole.results, "the paper's VMD") if row["setting"]["data"] == "logic"
     ):
