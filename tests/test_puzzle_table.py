@@ -668,3 +668,14 @@ def test_wrong_orders_are_one_line(words, says, tmp_path):
 def test_systems_are_chosen_of_sudoku_alone(tmp_path):
     words = ("reproduce", "four-token", "--quick", "--out", tmp_path / "out", "--only", "ours, no z")
     assert "--only" in refused(*words, folder=tmp_path)
+
+
+def test_a_curve_says_what_it_was_tested_on_if_not_logic_puzzles(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr("vmd.figures.draw_accuracy_curves", lambda curves, nfe, path: drawn.append((list(curves), nfe)))
+    point = {"step": 1, "solved": 50.0, "stderr": 1.0}
+    systems = {name: {"trained_on": name, "curve": [point], "filling": None} for name in ("logic", "any")}
+    setting = {"data": "logic", "order": "prob", "steps": 20, "rule": "argmax", "z": "once"}
+    row = {"system": "logic", "metric": "solved", "value": 50.0, "stderr": 1.0, "setting": setting}
+    draw_sudoku({"systems": systems, "rows": [row]}, tmp_path)
+    assert drawn == [(["logic", "any, tested on any"], 20)]

@@ -249,8 +249,8 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
     """Training curves, one puzzle filling in, and what latents do where there are several answers."""
     made = []
     systems = results["systems"]
-    of = {name: "" if about["trained_on"] == "logic" else " (on such)" for name, about in systems.items()}
-    curves = {name + of[name]: about["curve"] for name, about in systems.items() if about["curve"]}
+    on = {name: "" if (kind := about["trained_on"]) == "logic" else f", tested on {kind}" for name, about in systems.items()}
+    curves = {name + on[name]: about["curve"] for name, about in systems.items() if about["curve"]}
     if curves:
         counts = [r["setting"]["steps"] for r in plain_rows(results) if r["setting"]["order"] == "prob"]
         made.append(draw_accuracy_curves(curves, max(c for c in counts if c <= 20), folder / "curves.png"))
@@ -315,7 +315,7 @@ def draw_accuracy_curves(curves: dict[str, list[dict]], nfe: int, path: Path) ->
     axis.minorticks_off()
     axis.set_xlabel("training steps")
     axis.set_ylabel("puzzles solved, %")
-    axis.set_title(f"logic puzzles, unless trained on others; order prob, NFE {nfe}, argmax", fontsize=10)
+    axis.set_title(f"tested on logic puzzles unless said; order prob, NFE {nfe}, argmax", fontsize=10)
     axis.grid(color=GRID)
     axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return save(figure, path)
