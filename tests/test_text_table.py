@@ -5,6 +5,7 @@ import math
 import random
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from vmd.text_quality import Quality, judged_bits, text_quality
 from vmd.text_table import (
     FULL,
     QUICK,
+    SCAN,
     SYSTEMS,
     folder_of,
     known,
@@ -455,6 +457,20 @@ def test_a_stopped_run_goes_on_to_the_same_results(whole, tmp_path, monkeypatch,
     assert "no judge" in done.err
 
 
+def test_the_names_of_systems_are_not_left_for_torch_to_read(whole, tmp_path, monkeypatch):
+    """It writes the word after an --only into the code that it compiles: "the paper's VMD" ended a string there."""
+    left, train = [], text_table.train
+
+    def watched(*args, **options):
+        left.append(list(sys.argv))
+        return train(*args, **options)
+
+    monkeypatch.setattr(text_table, "train", watched)
+    run_table(whole.source, tmp_path / "out", only=PAIR)
+    assert left == [["vmd"], ["vmd"]]
+    assert "--only AR --only 'the paper'\"'\"'s VMD, r = 4'" in read(tmp_path / "out")["command"]
+
+
 def test_a_stop_while_measuring_loses_no_training(whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(text_table, "bits_rows", lambda *args: 1 / 0)
@@ -600,3 +616,92 @@ def test_seconds_are_those_of_the_log(whole):
     for name in PAIR:
         log = [json.loads(line) for line in (folder_of(whole.out, BY_NAME[name]) / "metrics.jsonl").read_text().splitlines()]
         assert close(whole.results["systems"][name]["training_seconds"], training_seconds(log), 1e-6)
+
+
+# The scan
+
+
+SCANNED = ("no latent, r = 4", "16 codes, r = 4", "no latent, r = 8", "draft, r = 4, for one step")
+
+
+def run_scan(source, out, *words: object, quick: bool = True):
+    budget = replace(TINY, draws=0, split="validation")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_table, "SCAN_QUICK", budget)
+        patch.setattr(text_table, "SCAN_FULL", budget)
+        chosen = ("--quick",) if quick else ()
+        return succeeds("reproduce", "text-scan", *chosen, "--data", source, "--device", "cpu", "--out", out, *words)
+
+
+@pytest.fixture(scope="module")
+def scanned(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("scan") / "out"
+    done = run_scan(source, out, *(word for name in SCANNED for word in ("--only", name)))
+    return SimpleNamespace(out=out, done=done, results=read(out))
+
+
+def test_a_scan_scores_validation_text_and_draws_nothing(scanned):
+    """The test text is for the systems that were chosen."""
+    rows = chunks(TEXT[CUT[0] : CUT[1]])[:ROWS]
+    x0 = torch.tensor([[sorted(set(TEXT)).index(c) for c in row] for row in rows])
+    assert list(scanned.results["systems"]) == list(SCANNED)
+    assert not any("temperature" in row["setting"] for row in scanned.results["rows"])
+    assert "test_text" not in scanned.results
+    for name in SCANNED:
+        model = VMD.from_pretrained(folder_of(scanned.out, next(s for s in SCAN if s.name == name)))
+        for row in rows_of(scanned.results, name):
+            if row["metric"] == "bits":
+                generator = torch.Generator().manual_seed(0)
+                expected = in_bits(nll_bound(model, x0, row["setting"]["steps"], generator=generator), LENGTH)
+                assert close(row["value"], expected.value, 1e-5), (name, row)
+
+
+def test_a_scan_is_shown_as_a_table_and_a_picture(scanned, tmp_path):
+    assert (scanned.out / "scan.png").read_bytes().startswith(PNG)
+    assert str(scanned.out / "scan.png") in scanned.done.err
+    assert "validation text" in (scanned.out / "table.md").read_text()
+    assert "Samples" not in (scanned.out / "table.md").read_text()
+    shutil.copytree(scanned.out, tmp_path / "results/text-scan")
+    text = section(tmp_path / "results", "text-scan", tmp_path / "README.md")
+    assert "| draft, r = 4, for one step |" in text
+    assert "(results/text-scan/scan.png)" in text
+    for names in ([], [SCANNED[-1]], [SCANNED[0]]):  # nothing, no codes to count, nothing but codes
+        some = {key: {name: scanned.results[key][name] for name in names} for key in ("systems", "configurations")}
+        results = scanned.results | some | {"rows": rows_of(scanned.results, *names)}
+        (tmp_path / "results.json").write_text(json.dumps(results))
+        assert [path.name for path in draw_figures(tmp_path)] == (["scan.png"] if names else [])
+
+
+def test_every_system_of_the_scan_changes_one_thing(source):
+    """Each name is one run, and no two are the same; a rate that the presets have is not tried again."""
+    data = read_text(str(source), QUICK, "train")
+    runs = {system.name: planned(system, QUICK, str(source), [], data, "cpu") for system in SCAN}
+    assert len(runs) == len(SCAN)
+    assert len({repr(run) for run in runs.values()}) == len(SCAN)
+    base = runs["256 codes, r = 4"]
+    assert runs["256 codes, r = 4, half whole"] == replace(base, objective=replace(base.objective, whole=0.5))
+    longer = replace(base, training=replace(base.training, steps=4 * base.training.steps))
+    assert runs["256 codes, r = 4, four times as long"] == longer
+    faster = replace(base, training=replace(base.training, learning_rate=1.6e-2))
+    assert runs["256 codes, r = 4, rate 0.016"] == faster
+
+
+def test_slow_systems_of_a_quick_scan_run_only_if_they_are_named(source, tmp_path, monkeypatch):
+    trained: list[str] = []
+
+    def no_training(system, *rest):
+        trained.append(system.name)
+        return None, {"training_seconds": 0}
+
+    monkeypatch.setattr(text_table, "train_system", no_training)
+    monkeypatch.setattr(text_table, "bits_rows", lambda *rest: [])
+    monkeypatch.setattr(text_table, "collect", lambda *rest: {"systems": {}, "rows": []})
+    monkeypatch.setattr(text_table, "write_results", lambda results, out: results)
+    options = {"table": "text-scan", "command": "", "data": str(source), "quick": True}
+    text_table.reproduce_text(out=tmp_path / "quick", **options)
+    slow = {system.name for system in SCAN if system.slow}
+    assert slow
+    assert trained == [system.name for system in SCAN if not system.slow]
+    trained.clear()
+    text_table.reproduce_text(out=tmp_path / "one", only=("1024 codes, r = 4",), **options)
+    assert trained == ["1024 codes, r = 4"]

@@ -65,7 +65,7 @@ Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd t
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="two-token, four-token, ablations, heads, sudoku or text.")],
+    name: Annotated[str, typer.Argument(help="two-token, four-token, ablations, heads, sudoku, text or text-scan.")],
     quick: Annotated[bool, typer.Option("--quick", help="The same code on a budget for two CPU cores.")] = False,
     preset: Annotated[str, typer.Option(help="ours, or the settings of the paper.")] = "ours",
     seeds: Annotated[
@@ -91,14 +91,18 @@ def reproduce(
     require(not several_processes(), "vmd reproduce runs in one process: start it without torchrun")
     chosen_seeds = None if seeds is None else parse_seeds(seeds)
     pyplot()  # a missing matplotlib is better known before the training
+    command = shlex.join(["vmd", *sys.argv[1:]])
+    sys.argv = sys.argv[
+        :1
+    ]  # torch.compile writes the word after an --only into its code and cannot quote "the paper's VMD"
     suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
     folder = out or Path("runs") / (name + suffix)
-    if name in ("sudoku", "text"):
+    if name in ("sudoku", "text", "text-scan"):
         require(preset == "ours", f"--preset {preset}: expected ours: {name} has the paper's systems among its rows")
         require(seeds is None, f"--seeds: expected none with {name}; try --set training.seed=7 with another --out")
         options: dict[str, Any] = {
             "out": folder,
-            "command": shlex.join(["vmd", *sys.argv[1:]]),
+            "command": command,
             "quick": quick,
             "device": pick_device(device),
             "overrides": settings or [],
@@ -113,8 +117,13 @@ def reproduce(
         else:
             from vmd.text_table import reproduce_text
 
-            results = reproduce_text(data=data or "", **options)
-        titles = {"sudoku": "logic puzzles solved, %, argmax", "text": "certified bits per character of the test text"}
+            results = reproduce_text(table=name, data=data or "", **options)
+        bits = "certified bits per character of the"
+        titles = {
+            "sudoku": "logic puzzles solved, %, argmax",
+            "text": f"{bits} test text",
+            "text-scan": f"{bits} validation text",
+        }
         print_table(*summary_table(results), title=f"{name}: {titles[name]}")
         for picture in [folder / "table.md", *draw_figures(folder)]:
             say(f"{'every row' if picture.suffix == '.md' else 'picture'}: {picture}")
@@ -124,7 +133,7 @@ def reproduce(
     results = reproduce(
         name,
         out=folder,
-        command=shlex.join(["vmd", *sys.argv[1:]]),
+        command=command,
         quick=quick,
         seeds=chosen_seeds,
         family=preset,
@@ -778,8 +787,9 @@ def report(
 
 def main() -> None:
     """Errors of the user are one line and exit code 2."""
+    words = sys.argv[1:]
     try:
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        code = app(words or ["--help"], standalone_mode=False)
         sys.stdout.flush()
         if code == 130:  # how typer reports an interruption
             say("vmd: interrupted")
@@ -805,7 +815,7 @@ def main() -> None:
             complain("out of memory: try training.accumulate, a smaller batch, --rows or model.latent.code_chunk")
             code = 1
         elif type(error).__name__ == "Stopped":
-            again = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+            again = [word for word in words if word not in ("--resume", "--overwrite")]
             command = shlex.join(["vmd", *again, "--resume"])
             if several_processes():
                 command = f"the same torchrun line, on any number of processes, and --resume: torchrun ... -m {command}"

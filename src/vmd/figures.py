@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,8 @@ def draw_figures(folder: Path) -> list[Path]:
         made += draw_sudoku(results, folder)
     if results["name"] == "text" and not all(about["judge"] for about in results["systems"].values()):
         made.append(draw_text(results, folder / "few-steps.png"))
+    if results["name"] == "text-scan" and results["systems"]:
+        made.append(draw_scan(results, folder / "scan.png"))
     return made
 
 
@@ -297,6 +300,47 @@ def draw_text(results: dict, path: Path) -> Path:
             axis.grid(color=GRID)
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, ncols=4, loc="outside upper center", fontsize=9)
+    return save(figure, path)
+
+
+def draw_scan(results: dict, path: Path) -> Path:
+    """Certified bits by the number of codes and the size of blocks; beside, what else was tried."""
+    plt = pyplot()
+    bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
+    runs = results["configurations"]
+    codes: dict[str, int] = {}  # of systems that differ in nothing but blocks and codes; 1: no latent
+    for name in runs:
+        if plain := re.fullmatch(r"(no latent|(\d+) codes), r = \d+", name):
+            codes[name] = int(plain.group(2) or 1)
+    others = [name for name in runs if name not in codes]
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12.5, max(4.2, 0.27 * len(others) + 1)), layout="constrained", width_ratios=(1, 1.15)
+    )
+    colour = plt.get_cmap("tab10")
+    for number, r in enumerate(sorted({runs[name]["model"]["block_size"] for name in codes})):
+        here = sorted((k, name) for name, k in codes.items() if runs[name]["model"]["block_size"] == r)
+        for steps, style in ((1, "o-"), (2, "o--"), (r, "o:")):
+            heights = [bits[name, steps] for _, name in here]
+            label = f"r = {r}, N = {steps}"
+            left.plot([k for k, _ in here], heights, style, markersize=4, color=colour(number), label=label)
+    left.set_xscale("log", base=2)
+    ticks = sorted(set(codes.values()))
+    left.set_xticks(ticks, ["none" if k == 1 else str(k) for k in ticks])
+    left.minorticks_off()
+    left.set_xlabel("codes")
+    left.set_ylabel("certified bits per character")
+    left.set_title(f"validation text of {results['data']}", fontsize=10)
+    for steps, marker in ((1, "o"), (2, "s"), (4, "^")):
+        shown = [(bits[name, steps], -line) for line, name in enumerate(others) if (name, steps) in bits]
+        if shown:
+            x, y = zip(*shown, strict=True)
+            right.plot(x, y, marker, markersize=5, color=colour(6 + steps // 2), label=f"N = {steps}")
+    right.set_yticks([-line for line in range(len(others))], others, fontsize=8)
+    right.set_xlabel("certified bits per character")
+    for axis in (left, right):
+        axis.grid(color=GRID)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False, fontsize=8)
     return save(figure, path)
 
 

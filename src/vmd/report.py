@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vmd.config import require
 from vmd.files import read_json, write_atomically
-from vmd.tables import bench_table, merged_table, provenance, summary_table, to_markdown
+from vmd.tables import WITH_OWN_TABLES, bench_table, merged_table, provenance, summary_table, to_markdown
 
 MARKER = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
@@ -43,10 +43,7 @@ def section(folder: Path, name: str, readme: Path) -> str:
     if name.startswith("bench"):
         return bench_section(folder / name)
     runs = load_results(folder, name)
-    text = (
-        to_markdown(*(summary_table(runs[0]) if name in ("ablations", "heads", "sudoku", "text") else merged_table(runs)))
-        + "\n"
-    )
+    text = to_markdown(*(summary_table(runs[0]) if name in WITH_OWN_TABLES else merged_table(runs))) + "\n"
     for run in runs:
         text += provenance(run)
     where = Path(os.path.relpath(folder / name, readme.parent)).as_posix()
@@ -60,6 +57,7 @@ def section(folder: Path, name: str, readme: Path) -> str:
         "curves.png",
         "several.png",
         "few-steps.png",
+        "scan.png",
     ]
     shown = [p for p in pictures if (folder / name / p).exists()]
     return text + "".join(f"\n![{picture.removesuffix('.png')}]({where}/{picture})\n" for picture in shown)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 Table = tuple[list[str], list[list[str]]]
 
+WITH_OWN_TABLES = ("ablations", "heads", "sudoku", "text", "text-scan")
 DATA_NAMES = {
     "deterministic": "deterministic",
     "non-uniform": "non-uniform",
@@ -50,7 +51,8 @@ def printed(rows: list[dict], **wanted) -> str:
 
 def summary_table(results: dict) -> Table:
     """Of one run: see `merged_table`; of the ablations, the certified bits; of Sudoku, the paper's table."""
-    special = {"ablations": bits_table, "heads": heads_table, "sudoku": sudoku_table, "text": text_bits_table}
+    special = {"ablations": bits_table, "heads": heads_table, "sudoku": sudoku_table}
+    special |= {"text": text_bits_table, "text-scan": text_bits_table}
     return special[results["name"]](results) if results["name"] in special else merged_table([results])
 
 
@@ -100,8 +102,8 @@ def detail_table(results: dict) -> Table:
 def render(results: dict) -> str:
     """table.md: a summary and every row."""
     head = f"# {results['name']}\n\n{provenance(results)}\n"
-    if results["name"] in ("ablations", "heads", "sudoku", "text"):
-        makers = {"sudoku": sudoku_tables, "text": text_tables}
+    if results["name"] in WITH_OWN_TABLES:
+        makers = {"sudoku": sudoku_tables, "text": text_tables, "text-scan": text_tables}
         tables = makers.get(results["name"], ablation_tables)(results)
         return head + "\n".join(f"## {title}\n\n{to_markdown(*table)}" for title, table in tables)
     return head + f"{to_markdown(*summary_table(results))}\n## Every row\n\n{to_markdown(*detail_table(results))}"
@@ -352,6 +354,8 @@ def sudoku_grids(results: dict) -> Table:
 
 
 def text_tables(results: dict) -> list[tuple[str, Table]]:
+    if results["name"] == "text-scan":
+        return [("Certified bits per character of the validation text", text_bits_table(results))]
     return [
         ("Certified bits per character of the test text", text_bits_table(results)),
         ("Samples at temperature 1, random order", text_samples_table(results)),

@@ -1,4 +1,5 @@
 """`vmd reproduce text`: systems trained on the same characters, their certified bits at every number of steps, and samples.
+`vmd reproduce text-scan`: what decides how much codes gain, by short runs and validation text.
 
 Every system is trained in a folder of its own and goes on from its checkpoints; its rows are kept when it is done.
 """
@@ -45,6 +46,8 @@ class System:
     settings: tuple[str, ...] = ()
     judge: bool = False
     second_seed: bool = False
+    times: int = 1  # as many training steps as the others
+    slow: bool = False  # too slow for a quick table
 
 
 ONE_STEP = ("objective.masking=steps", "objective.steps=1")
@@ -74,14 +77,60 @@ SYSTEMS = (
 )
 
 
+def coded(codes: int, block: int, **more: Any) -> System:
+    return System(f"{codes} codes, r = {block}", "text", block, (f"model.latent.codes={codes}",), slow=codes > 256, **more)
+
+
+def variant(system: System, name: str, *settings: str, **more: Any) -> System:
+    name = f"{system.name}, {name}"
+    return replace(system, name=name, settings=(*system.settings, *settings), **more)
+
+
+BLOCKS_OF_4, CODES_64, CODES_256 = System("no latent, r = 4", "text-mdm", 4), coded(64, 4), coded(256, 4)
+GAUSSIAN_Z = System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z)
+DRAFT = System("draft, r = 4", "text-draft", 4)
+RATES = (4e-3, 1.6e-2)  # beside the presets' 8e-3
+
+SCAN = (
+    # How many codes, for how many tokens.
+    BLOCKS_OF_4,
+    *(coded(codes, 4) for codes in (16, 64, 256, 1024, 4096)),
+    System("no latent, r = 8", "text-mdm", 8),
+    *(coded(codes, 8) for codes in (16, 64, 256, 1024)),
+    System("no latent, r = 16", "text-mdm", 16),
+    *(coded(codes, 16) for codes in (64, 256, 1024)),
+    # Where they enter, and how they are trained.
+    variant(CODES_64, "additive head", "model.latent.head=additive"),
+    variant(CODES_64, "head of rank 16", "model.latent.head_dim=16"),
+    variant(coded(16, 4), "last layer too", "model.latent.code_layers=1", slow=True),
+    variant(CODES_256, "a quarter whole", "objective.whole=0.25"),
+    variant(CODES_256, "half whole", "objective.whole=0.5"),
+    variant(CODES_256, "for one step", *ONE_STEP),
+    # What else may make tokens agree.
+    variant(CODES_64, "a chain", "model.latent.kind=chain"),
+    GAUSSIAN_Z,
+    DRAFT,
+    variant(DRAFT, "for one step", *ONE_STEP),
+    # Longer training.
+    *(variant(system, "four times as long", times=4, slow=True) for system in (BLOCKS_OF_4, CODES_256, DRAFT)),
+    # Learning rates.
+    *(
+        variant(system, f"rate {rate:g}", f"training.learning_rate={rate:g}", slow=True)
+        for system in (BLOCKS_OF_4, CODES_256, GAUSSIAN_Z, DRAFT)
+        for rate in RATES
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Budget:
     length: int
     settings: tuple[str, ...]
     judge: tuple[str, ...]  # larger than the others
-    rows: int  # of the test text, scored
+    rows: int  # of the text, scored
     draws: int  # samples of each way
     iwae: int
+    split: str = "test"
 
 
 FULL = Budget(256, ("training.steps=6000",), ("model.layers=12", "model.width=512"), 2_000, 1_000, 16)
@@ -106,6 +155,9 @@ QUICK = Budget(
     50,
     4,
 )
+SHORT = ("training.steps=600", "training.warmup_steps=100", "training.ema=0.99")
+SCAN_FULL = Budget(256, SHORT, (), 1_000, 0, 8, "validation")
+SCAN_QUICK = replace(QUICK, draws=0, split="validation")
 
 
 def quick_text() -> Path:
@@ -140,7 +192,8 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
         preset(system.preset),
         [f"model.length={budget.length}", f"model.block_size={block}", *size, *system.settings, *overrides],
     )
-    run = replace(run, training=replace(run.training, seed=run.training.seed + system.second_seed))
+    training = replace(run.training, seed=run.training.seed + system.second_seed, steps=run.training.steps * system.times)
+    run = replace(run, training=training)
     run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
     chosen = {setting.partition("=")[0].strip() for setting in overrides}
     fast = {field: v for field, v in fast_settings(run, device).items() if f"training.{field}" not in chosen}
@@ -257,6 +310,7 @@ def reproduce_text(
     *,
     out: Path,
     command: str,
+    table: str = "text",
     data: str = "",
     quick: bool = False,
     device: str = "cpu",
@@ -268,21 +322,22 @@ def reproduce_text(
     """Train the systems one after the other, each in OUT/SYSTEM, and measure them; write results.json and table.md.
 
     `resume` keeps the rows of systems that are done and goes on from the checkpoints of the one that was stopped. `only`
-    names the systems to run now; the results hold all that are done.
+    names the systems to run now; the results hold all that are done. The table text-scan has no samples.
     """
-    budget = QUICK if quick else FULL
-    systems = {system.name: system for system in SYSTEMS}
+    scan = table == "text-scan"
+    budget = (SCAN_QUICK if scan else QUICK) if quick else (SCAN_FULL if scan else FULL)
+    systems = {system.name: system for system in (SCAN if scan else SYSTEMS)}
     chosen = chosen_names(list(systems), only)
     if quick:
         twice = [name for name in only if systems[name].second_seed]
         require(not twice, f"--only {', '.join(twice)}: expected without --quick, which has one seed")
-        chosen = [name for name in chosen if not systems[name].second_seed]
+        chosen = [name for name in chosen if not systems[name].second_seed and (only or not systems[name].slow)]
     require(bool(data) or quick, "--data: expected a text, such as text8, or the path of a file; --quick brings its own")
     for setting in overrides or []:
         require(not setting.strip().startswith("data."), f"--set {setting}: expected none of data: --data gives characters")
     done = read_done(out, resume)
     source = data or str(quick_text())
-    trained, tested = (read_text(source, budget, split) for split in ("train", "test"))
+    trained, tested = (read_text(source, budget, split) for split in ("train", budget.split))
     runs = {}
     for name in chosen:
         try:
@@ -302,10 +357,11 @@ def reproduce_text(
     def run_system(name: str) -> dict:
         system, run = systems[name], runs[name]
         model, about = train_system(system, run, read_text(source, budget, "train", run.training.seed), out, device, resume)
-        known_words = set() if system.judge else words()
+        sampled = budget.draws > 0 and not system.judge
+        known_words = words() if sampled else set()
         started = time.perf_counter()
         rows = bits_rows(model, run, x0, budget.iwae)
-        if not system.judge:
+        if sampled:
             judge = find_judge(out, device)
             if judge is None:
                 on_note(f"{name}: no judge is trained here, so that its samples are not judged")
@@ -315,8 +371,9 @@ def reproduce_text(
 
     run_systems(runs, done, out, command, device, run_system)
     about = ("training_seconds", "measuring_seconds", "parameters", "characters", "block", "judge")
-    results = collect("text", list(systems), done, about, command, device)
-    results |= {"data": Path(source).name, "test_text": known(text_quality(reference, reference, words()))}
+    results = collect(table, list(systems), done, about, command, device) | {"data": Path(source).name}
+    if budget.draws:
+        results["test_text"] = known(text_quality(reference, reference, words()))
     return write_results(results, out)
 
 
