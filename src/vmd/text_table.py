@@ -108,8 +108,10 @@ SCAN = (
     variant(CODES_256, "for one step", *ONE_STEP),
     # What else may make tokens agree.
     variant(CODES_64, "a chain", "model.latent.kind=chain"),
+    variant(coded(64, 8), "a chain", "model.latent.kind=chain"),
     GAUSSIAN_Z,
     DRAFT,
+    System("draft, r = 8", "text-draft", 8),
     variant(DRAFT, "for one step", *ONE_STEP),
     # Longer training.
     *(variant(system, "four times as long", times=4, slow=True) for system in (BLOCKS_OF_4, CODES_256, DRAFT)),
