@@ -163,6 +163,13 @@ def test_training_prints_nothing_on_stdout(here):
     assert lines(done.err)[-1] == "model: run"
 
 
+@pytest.mark.parametrize(("warmup", "told"), [(3, False), (4, True)])
+def test_a_warm_up_longer_than_the_training_is_told(here, warmup, told):
+    """TINY trains for three steps."""
+    done = succeeds("train", "--data", "rows.npy", "--out", "run", *TINY, "--set", f"training.warmup_steps={warmup}")
+    assert (f"training.warmup_steps={warmup}: the learning rate does not reach its value" in done.err) is told
+
+
 def test_progress_on_a_terminal_goes_to_stderr_too(here, monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(sys, "argv", ["vmd", "train", "--data", "rows.npy", "--out", "run", *TINY])

@@ -679,7 +679,8 @@ def test_every_system_of_the_scan_changes_one_thing(source):
     assert len(runs) == len(SCAN)
     assert len({repr(run) for run in runs.values()}) == len(SCAN)
     base = runs["256 codes, r = 4"]
-    assert runs["256 codes, r = 4, half whole"] == replace(base, objective=replace(base.objective, whole=0.5))
+    fewer = runs["64 codes, r = 4"]
+    assert runs["64 codes, r = 4, half whole"] == replace(fewer, objective=replace(fewer.objective, whole=0.5))
     longer = replace(base, training=replace(base.training, steps=4 * base.training.steps))
     assert runs["256 codes, r = 4, four times as long"] == longer
     faster = replace(base, training=replace(base.training, learning_rate=1.6e-2))

@@ -92,9 +92,7 @@ def reproduce(
     chosen_seeds = None if seeds is None else parse_seeds(seeds)
     pyplot()  # a missing matplotlib is better known before the training
     command = shlex.join(["vmd", *sys.argv[1:]])
-    sys.argv = sys.argv[
-        :1
-    ]  # torch.compile writes the word after an --only into its code and cannot quote "the paper's VMD"
+    sys.argv = sys.argv[:1]  # torch.compile writes the word after an --only into its code and cannot quote "the paper's VMD"
     suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
     folder = out or Path("runs") / (name + suffix)
     if name in ("sudoku", "text", "text-scan"):
@@ -290,6 +288,9 @@ def train_run(
             nonlocal started
             if not started:
                 say(describe(model.parameter_counts()))
+                steps, warmup = run.training.steps, run.training.warmup_steps
+                if warmup > steps:
+                    say(f"training.warmup_steps={warmup}: the learning rate does not reach its value in {steps} steps")
                 started = True
             text = ""
             if record is not None:

@@ -103,9 +103,9 @@ SCAN = (
     variant(CODES_64, "additive head", "model.latent.head=additive"),
     variant(CODES_64, "head of rank 16", "model.latent.head_dim=16"),
     variant(coded(16, 4), "last layer too", "model.latent.code_layers=1", slow=True),
-    variant(CODES_256, "a quarter whole", "objective.whole=0.25"),
-    variant(CODES_256, "half whole", "objective.whole=0.5"),
-    variant(CODES_256, "for one step", *ONE_STEP),
+    variant(CODES_64, "a quarter whole", "objective.whole=0.25"),
+    variant(CODES_64, "half whole", "objective.whole=0.5"),
+    variant(CODES_64, "for one step", *ONE_STEP),
     # What else may make tokens agree.
     variant(CODES_64, "a chain", "model.latent.kind=chain"),
     variant(coded(64, 8), "a chain", "model.latent.kind=chain"),
