@@ -483,14 +483,44 @@ def test_a_stop_while_measuring_loses_no_training(whole, tmp_path, monkeypatch):
 
 
 def test_systems_run_one_by_one_stand_in_one_table(whole, tmp_path):
-    """In the order of the table; those that come after the judge are judged."""
+    """In the order of the table, and judged whether the judge comes before or after them."""
     for name in ("codes, r = 4", JUDGE, "AR"):
         done = run_table(whole.source, tmp_path / "out", "--resume", only=(name,))
+        assert ("no judge" in done.err) is (name == "codes, r = 4")
     results = read(tmp_path / "out")
     assert list(results["systems"]) == [JUDGE, "codes, r = 4", "AR"]
     assert timeless(rows_of(results, "AR")) == timeless(rows_of(whole.results, "AR"))
-    assert {row["system"] for row in results["rows"] if row["metric"] == "judged_bits"} == {"AR"}
+    assert timeless(rows_of(results, "codes, r = 4")) == timeless(rows_of(whole.results, "codes, r = 4"))
     assert "codes, r = 4" in done.out
+
+
+def test_samples_are_kept_to_be_read_and_judged_anew(whole, copied):
+    """By the judge that is there; one of other samples gives other figures."""
+    name = "codes, r = 4"
+    kept = folder_of(copied, BY_NAME[name]) / "samples.jsonl"
+    samples = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert len(samples) == 3 * 2 * 3  # steps, rules, draws
+    assert all(len(sample["text"]) == LENGTH and set(sample["text"]) <= set(TEXT) for sample in samples)
+    kept.write_text("".join(json.dumps(sample | {"text": TESTED[0]}) + "\n" for sample in samples))
+    run_table(whole.source, copied, "--resume", only=(name,))
+    expected = judged_bits(model_of(whole, JUDGE), X0[:1])[0]
+    judged = [row for row in rows_of(read(copied), name) if row["metric"] == "judged_bits"]
+    assert len(judged) == 3 * 2
+    assert all(close(row["value"], expected, 1e-5) for row in judged)
+    others = [other for other in NAMES if other != name]
+    assert rows_of(read(copied), *others) == rows_of(whole.results, *others)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"text": "a cat"}', '{"setting": {}, "text": "A"}', '{"setting": {}, "text": 1}']
+)
+def test_damaged_samples_are_one_line(whole, copied, content):
+    (folder_of(copied, BY_NAME["AR"]) / "samples.jsonl").write_text(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_table, "QUICK", TINY)
+        done = vmd(*words_for(whole.source, copied, "--resume", only=("AR",)))
+    assert done.code == 2
+    assert "samples.jsonl: expected samples" in done.err.splitlines()[-1]
 
 
 def test_a_finished_run_is_not_run_again(whole, copied, monkeypatch):

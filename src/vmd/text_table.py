@@ -50,6 +50,7 @@ class System:
     slow: bool = False  # too slow for a quick table
 
 
+SAMPLES_FILE = "samples.jsonl"
 ONE_STEP = ("objective.masking=steps", "objective.steps=1")
 
 SYSTEMS = (
@@ -75,6 +76,8 @@ SYSTEMS = (
     System("codes, r = 4, second seed", "text", 4, second_seed=True),
     System("draft for one step, r = 4, second seed", "text-draft", 4, ONE_STEP, second_seed=True),
 )
+
+JUDGE = SYSTEMS[0]
 
 
 def coded(codes: int, block: int, **more: Any) -> System:
@@ -135,7 +138,7 @@ class Budget:
     split: str = "test"
 
 
-FULL = Budget(256, ("training.steps=6000",), ("model.layers=12", "model.width=512"), 2_000, 1_000, 16)
+FULL = Budget(256, ("training.steps=6000",), ("model.width=512",), 2_000, 1_000, 16)
 QUICK = Budget(
     64,
     (
@@ -264,10 +267,10 @@ def objective_nats(model: VMD, x0: Tensor, objective: ObjectiveConfig, draws: in
 
 
 def sample_rows(
-    model: VMD, run: RunConfig, data: TextData, reference: list[str], words: set[str], judge: VMD | None, draws: int
+    model: VMD, run: RunConfig, data: TextData, reference: list[str], words: set[str], draws: int, folder: Path
 ) -> list[dict]:
-    """Samples at temperature 1: real words, n-grams, variety, another model's bits, and how long they took."""
-    rows = []
+    """Samples at temperature 1: real words, n-grams, variety, and how long they took. They are kept in the folder."""
+    rows, kept = [], []
     config = model.config
     z = "once" if config.z_reaches_later_blocks else "fresh"
     for steps in step_counts(run):
@@ -294,9 +297,27 @@ def sample_rows(
             setting |= {"z": z if config.has_latent else "none", "temperature": 1}
             found = known(text_quality(texts, reference, words)) | {"characters_per_second": tokens.numel() / seconds}
             rows += [{"setting": setting, "metric": m, "value": v, "stderr": None} for m, v in found.items()]
-            if judge is not None:
-                bits, error = judged_bits(judge, tokens)
-                rows.append({"setting": setting, "metric": "judged_bits", "value": bits, "stderr": error})
+            kept += [json.dumps({"setting": setting, "text": text}) for text in texts]
+    write_atomically(folder / SAMPLES_FILE, "".join(line + "\n" for line in kept))
+    return rows
+
+
+def judged_rows(judge: VMD, data: TextData, folder: Path) -> list[dict]:
+    """What the judge thinks of the samples that are kept in a folder."""
+    path = folder / SAMPLES_FILE
+    drawn: dict[str, list[Tensor]] = {}
+    try:
+        for line in path.read_text().splitlines():
+            sample = json.loads(line)
+            tokens = torch.from_numpy(data.tokenizer.encode(sample["text"])).long()
+            require(len(tokens) == data.length, "a sample of another length")
+            drawn.setdefault(json.dumps(sample["setting"]), []).append(tokens)
+    except (ValueError, KeyError, TypeError, AttributeError, InvalidInput):
+        raise InvalidInput(f"{path}: expected samples as `vmd reproduce text` keeps them") from None
+    rows = []
+    for setting, some in drawn.items():
+        bits, error = judged_bits(judge, torch.stack(some))
+        rows.append({"setting": json.loads(setting), "metric": "judged_bits", "value": bits, "stderr": error})
     return rows
 
 
@@ -364,19 +385,33 @@ def reproduce_text(
         started = time.perf_counter()
         rows = bits_rows(model, run, x0, budget.iwae)
         if sampled:
-            judge = find_judge(out, device)
-            if judge is None:
-                on_note(f"{name}: no judge is trained here, so that its samples are not judged")
-            rows += sample_rows(model, run, tested, reference, known_words, judge, budget.draws)
+            rows += sample_rows(model, run, tested, reference, known_words, budget.draws, folder_of(out, system))
         about["measuring_seconds"] = time.perf_counter() - started
         return about | {"rows": [{"system": name} | row for row in rows]}
 
     run_systems(runs, done, out, command, device, run_system)
+    if budget.draws:
+        judge_all(systems, done, tested, out, device, on_note)
     about = ("training_seconds", "measuring_seconds", "parameters", "characters", "block", "judge")
     results = collect(table, list(systems), done, about, command, device) | {"data": Path(source).name}
     if budget.draws:
         results["test_text"] = known(text_quality(reference, reference, words()))
     return write_results(results, out)
+
+
+def judge_all(
+    systems: dict[str, System], done: dict[str, dict], data: TextData, out: Path, device: str, on_note: Callable[[str], None]
+) -> None:
+    """Of all systems whose samples are here, whether the judge was trained before or after them."""
+    judge = find_judge(out, device)
+    if judge is None:
+        return on_note(f"no judge is trained here, so that samples are not judged: --only '{JUDGE.name}' trains it")
+    for name, part in done.items():
+        folder = folder_of(out, systems[name])
+        if (folder / SAMPLES_FILE).is_file():
+            judged = [{"system": name} | row for row in judged_rows(judge, data, folder)]
+            part["rows"] = [row for row in part["rows"] if row["metric"] != "judged_bits"] + judged
+    write_atomically(out / "partial.json", json.dumps(done))
 
 
 def require_same_text(out: Path, done: dict[str, dict], source: str, length: int) -> None:
@@ -402,7 +437,7 @@ def folder_of(out: Path, system: System) -> Path:
 
 
 def find_judge(out: Path, device: str) -> VMD | None:
-    folder = folder_of(out, next(system for system in SYSTEMS if system.judge))
+    folder = folder_of(out, JUDGE)
     return VMD.from_pretrained(folder, device).eval() if (folder / "model.safetensors").is_file() else None
 
 
