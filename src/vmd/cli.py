@@ -156,9 +156,14 @@ def train(
         str | None, typer.Option(help="A named data set, an .npy array of integers (rows, length), a text file or folder.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Of text: char, byte, or the path of a `tokenizers` JSON file. [default: char]")
+        str | None,
+        typer.Option(help="Of text: char, byte, or a path: JSON of `tokenizers`, or of a trained model. [default: char]"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/PRESET]")] = None,
+    init: Annotated[
+        str | None,
+        typer.Option(help="A trained model to start from: a folder, or one that comes with vmd. Parts it has not are new."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
     fast: Annotated[
@@ -173,12 +178,14 @@ def train(
 
     from vmd import presets
 
-    run = override_all(presets.preset(preset), settings or [])
+    changes = [*(settings or []), *([] if init is None else [f"training.init={init}"])]
+    run = override_all(presets.preset(preset), changes)
     if data is not None:
         run = replace(run, data=replace(run.data, name=data))
     if tokenizer is not None:
         run = replace(run, data=replace(run.data, tokenizer=tokenizer))
     require(bool(run.data.name), f"preset {preset!r} has no data of its own: give it with --data")
+    run = in_tokens_of_init(run)
     folder = out or Path("runs") / preset
     started_before = (folder / "run.json").exists()
     held = [path.name for path in run_files(folder) if path.exists()]
@@ -189,6 +196,21 @@ def train(
     require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
     chosen = {setting.partition("=")[0].strip() for setting in settings or []}
     train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
+
+
+def in_tokens_of_init(run: RunConfig) -> RunConfig:
+    """Text is read in the tokens of the model to start from, unless a tokenizer is given."""
+    from dataclasses import replace
+
+    if not run.training.init or run.data.tokenizer:
+        return run
+    from vmd.data import is_text
+    from vmd.model import model_folder
+
+    path = model_folder(run.training.init) / TOKENIZER_FILE
+    if not is_text(run.data.name) or not path.is_file():
+        return run
+    return replace(run, data=replace(run.data, tokenizer=str(path)))
 
 
 def open_data(run: RunConfig, split: str) -> Any:
@@ -244,7 +266,7 @@ def train_run(
     from vmd.files import claimed, make_folder, remove_together, write_atomically
     from vmd.model import VMD
     from vmd.progress import progress_bar
-    from vmd.training import check_attention, check_precision, fast_settings, train
+    from vmd.training import begin_with, check_attention, check_precision, fast_settings, train
 
     with one_after_the_first():  # who prepares the data for all
         data = open_data(run, "train")
@@ -261,6 +283,8 @@ def train_run(
     check_attention(run.training, run.model)
     run.objective.check(run.model)
     model = VMD(run.model, seed=run.training.seed).to(device)
+    if run.training.init and not resume:
+        begin_with(model, run.training)  # which fails, if it does, before anything is written
     boards: list[Board] = []
 
     def begin() -> None:

@@ -423,6 +423,31 @@ RECORDED = 16  # steps of a batch from which on recording them pays
 REACH = 256  # recorded passes read keys in multiples of this
 
 
+SAME_NETWORK = ("vocab_size", "layers", "width", "heads", "mlp_ratio", "rotary", "shifted", "board")
+
+
+def start_from(model: VMD, source: str) -> list[str]:
+    """Copy the weights of a trained model, whose network must be alike: the names of those that it has.
+
+    A latent or a draft head that only one of the two has is no hindrance: the parts of all others are the same.
+    """
+    other = VMD.from_pretrained(source)
+    for field in SAME_NETWORK:
+        mine, theirs = getattr(model.config, field), getattr(other.config, field)
+        require(mine == theirs, f"{source}: a model with model.{field}={theirs}: expected {mine} to start from it")
+    named = model.config.symbols and other.config.symbols
+    alike = not named or model.config.symbols == other.config.symbols
+    require(alike, f"{source}: a model of other symbols: expected those of the data, or data in its tokens")
+    own, taken = model.state_dict(), {}
+    for name, tensor in other.state_dict().items():
+        if name in own:
+            shape, want = tuple(tensor.shape), tuple(own[name].shape)
+            require(shape == want, f"{source}: {name} has shape {shape}: expected {want} to start from it")
+            taken[name] = tensor
+    model.load_state_dict(taken, strict=False)
+    return list(taken)
+
+
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:
     """Copy the tensors into the model, all or none; names and shapes must be the model's own."""
     expected = model.state_dict()

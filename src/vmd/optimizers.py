@@ -106,7 +106,7 @@ class Optimizers:
 def make_optimizer(model: VMD | Ensemble, config: TrainingConfig) -> Optimizers:
     """Adam decays nothing or everything as the paper's; AdamW and Muon decay matrices only."""
     names = model.names if isinstance(model, Ensemble) else [name for name, _ in model.named_parameters()]
-    named = list(zip(names, model.parameters(), strict=True))
+    named = [(name, p) for name, p in zip(names, model.parameters(), strict=True) if p.requires_grad]
     device = named[0][1].device
     lr: float | Tensor = config.learning_rate
     options: dict[str, Any] = {"fused": device.type == "cuda"}

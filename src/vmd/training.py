@@ -45,7 +45,7 @@ from vmd.ensemble import Ensemble
 from vmd.files import claimed, make_folder, read_text, write_atomically
 from vmd.flops import forward_flops
 from vmd.masking import Masks, Rows, draw_masks, draw_steps
-from vmd.model import VMD
+from vmd.model import VMD, start_from
 from vmd.objective import Loss
 from vmd.optimizers import Optimizers, make_optimizer
 
@@ -289,7 +289,7 @@ class Step:
     ):
         """`network` is what is called: the model, or the model in step with other processes'."""
         self.network, self.run, self.optimizer = network, run, optimizer
-        self.parameters: list[Tensor] = list(model.parameters())
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.per_model = isinstance(model, Ensemble)
         self.average = None if average is None else [local(a) for a in average.values()]
         whole = run.training.compile and not any(isinstance(p, DTensor) for p in self.parameters)
@@ -435,9 +435,11 @@ def train(
     check_attention(training, model.config)
     rows = my_rows(training.batch_size) if world_size() > 1 else None
     leads = rank() == 0  # one process writes what all have done
+    if training.init and (training.freeze or not resume or not checkpoint_files(Path(out or ""))):
+        begin_with(model, training, on_note)
     network = parallel(model, training.parallel, compiled=training.compile)
     optimizer = make_optimizer(model, training)
-    parameters = dict(model.named_parameters())
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     average = {name: p.detach().clone() for name, p in parameters.items()} if training.ema else None
     weights = torch.tensor(objective.kl_weight, device=device) if kl_weights is None else kl_weights.to(device)
     if isinstance(model, Ensemble) and weights.dim() == 0:
@@ -447,6 +449,7 @@ def train(
     splits = training.split_codes_every if model.config.latent.coded else 0
 
     with ExitStack() as stack:
+        stack.callback(model.requires_grad_, True)
         first, log = 0, []
         if out is not None:
             by_the_first(lambda: take_folder(out, resume, stack))
@@ -528,10 +531,31 @@ def train(
         forget_whole_weights(model)
         model.eval()
         if out is not None and isinstance(model, VMD):
-            weights_now = {name: full(p) for name, p in parameters.items()}
+            weights_now = {name: full(p) for name, p in model.named_parameters()}
             if leads:
                 model.save_pretrained(out, weights_now)
     return log
+
+
+def begin_with(model: VMD | Ensemble, training: TrainingConfig, on_note: Callable[[str], None] = lambda text: None) -> None:
+    """The weights of another model, which may be frozen."""
+    if not isinstance(model, VMD):
+        raise InvalidInput(f"training.init={training.init}: expected none in an ensemble")
+    require(
+        not training.freeze or training.parallel == "ddp" or world_size() == 1,
+        "training.freeze=true: expected training.parallel=ddp",
+    )
+    taken = set(start_from(model, training.init))
+    new = [name for name, _ in model.named_parameters() if name not in taken]
+    parts = sorted({".".join(name.split(".")[:2]) for name in new})
+    told = f"; new: {', '.join(parts)} ({len(new)})" if new else ""
+    on_note(f"{len(taken)} tensors of {training.init}{', frozen' if training.freeze else ''}{told}")
+    if training.freeze:
+        require(
+            bool(new), f"training.freeze=true: expected a part that {training.init} has not, such as codes or a draft head"
+        )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in taken)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str | Path, alphabet: str = "") -> Tokenizer:
-    """`char` with its alphabet, `byte`, or the path of a JSON file of the `tokenizers` package."""
+    """`char` with its alphabet, `byte`, or the path of a JSON file: of the `tokenizers` package, or of a trained model."""
     if name == "byte":
         return ByteTokenizer()
     if name == "char":
@@ -174,7 +174,18 @@ def load_tokenizer(name: str | Path, alphabet: str = "") -> Tokenizer:
         raise InvalidInput(f"{path}: cannot read the tokenizer: {error.strerror}") from None
     except UnicodeDecodeError:
         raise InvalidInput(f"{path}: expected the JSON of a tokenizer, in UTF-8") from None
+    if (ours := _parsed(text)) is not None:
+        return tokenizer_from_dict(ours, str(path))
     return JsonTokenizer(text, str(path))
+
+
+def _parsed(text: str) -> dict | None:
+    """The description of a tokenizer as `to_dict` makes it, if it is one."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and "kind" in values else None
 
 
 def tokenizer_from_dict(values: Any, where: str = "tokenizer") -> Tokenizer:
