@@ -728,3 +728,13 @@ def test_members_of_an_ensemble_have_the_focal_losses_they_have_alone():
     for index, model in enumerate(models):
         own = Batch(batch.x0[index], batch.masks.map(lambda part, index=index: part[index]), None)
         torch.testing.assert_close(together[index], mean_loss(model, own, torch.tensor(1.0), 0.0, 1.0).total)
+
+
+def test_every_run_that_compiles_starts_anew(monkeypatch):
+    """torch.compile gives up on a function after eight models of one process; a table has more."""
+    resets = []
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(True))
+    for compiles in ("true", "false", "true"):
+        trained(run_config(f"training.compile={compiles}", "training.steps=1"))
+    assert len(resets) == 2

@@ -7,7 +7,8 @@ import os
 import shlex
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,6 +64,16 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd train`, or a model that comes with vmd.")]
 
 
+@contextmanager
+def no_arguments() -> Iterator[None]:
+    """torch.compile writes the word after an --only into its code, and cannot quote "the paper's VMD"."""
+    words, sys.argv = sys.argv, sys.argv[:1]
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
 @app.command()
 def reproduce(
     name: Annotated[str, typer.Argument(help="two-token, four-token, ablations, heads, sudoku, text or text-scan.")],
@@ -92,7 +103,6 @@ def reproduce(
     chosen_seeds = None if seeds is None else parse_seeds(seeds)
     pyplot()  # a missing matplotlib is better known before the training
     command = shlex.join(["vmd", *sys.argv[1:]])
-    sys.argv = sys.argv[:1]  # torch.compile writes the word after an --only into its code and cannot quote "the paper's VMD"
     suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
     folder = out or Path("runs") / (name + suffix)
     if name in ("sudoku", "text", "text-scan"):
@@ -111,11 +121,13 @@ def reproduce(
         if name == "sudoku":
             from vmd.puzzle_table import reproduce_sudoku
 
-            results = reproduce_sudoku(data=Path(data or "data/sudoku"), **options)
+            with no_arguments():
+                results = reproduce_sudoku(data=Path(data or "data/sudoku"), **options)
         else:
             from vmd.text_table import reproduce_text
 
-            results = reproduce_text(table=name, data=data or "", **options)
+            with no_arguments():
+                results = reproduce_text(table=name, data=data or "", **options)
         bits = "certified bits per character of the"
         titles = {
             "sudoku": "logic puzzles solved, %, argmax",

@@ -303,44 +303,71 @@ def draw_text(results: dict, path: Path) -> Path:
     return save(figure, path)
 
 
+def scan_curves(results: dict) -> dict[tuple[int, int], list[tuple[int, float]]]:
+    """{(r, N): (codes, bits)} of systems that differ in nothing but blocks and codes; one code is no latent."""
+    bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
+    curves: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for name, run in results["configurations"].items():
+        if re.fullmatch(r"(no latent|\d+ codes), r = \d+", name):
+            r, latent = run["model"]["block_size"], run["model"]["latent"]
+            for steps in {1, 2, r}:
+                if (name, steps) in bits:
+                    count = 1 if latent["kind"] == "none" else latent["codes"]
+                    curves.setdefault((r, steps), []).append((count, bits[name, steps]))
+    return {which: sorted(points) for which, points in sorted(curves.items())}
+
+
+def scan_groups(results: dict) -> list[str]:
+    """The systems that have variants, each followed by its variants; and those that stand alone, such as draft heads."""
+    names = list(results["systems"])
+    base = {name: next((other for other in names if name.startswith(f"{other}, ")), name) for name in names}
+    plain = [name for name in names if base[name] == name]
+    listed = [
+        name
+        for name in plain
+        if name in {base[other] for other in names if other != name} or not re.match(r"no latent|\d+ codes", name)
+    ]
+    return [name for head in listed for name in names if base[name] == head]
+
+
 def draw_scan(results: dict, path: Path) -> Path:
     """Certified bits by the number of codes and the size of blocks; beside, what else was tried."""
     plt = pyplot()
-    bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
-    runs = results["configurations"]
-    codes: dict[str, int] = {}  # of systems that differ in nothing but blocks and codes; 1: no latent
-    for name in runs:
-        if plain := re.fullmatch(r"(no latent|(\d+) codes), r = \d+", name):
-            codes[name] = int(plain.group(2) or 1)
-    others = [name for name in runs if name not in codes]
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(12.5, max(4.2, 0.27 * len(others) + 1)), layout="constrained", width_ratios=(1, 1.15)
-    )
     colour = plt.get_cmap("tab10")
-    for number, r in enumerate(sorted({runs[name]["model"]["block_size"] for name in codes})):
-        here = sorted((k, name) for name, k in codes.items() if runs[name]["model"]["block_size"] == r)
-        for steps, style in ((1, "o-"), (2, "o--"), (r, "o:")):
-            heights = [bits[name, steps] for _, name in here]
-            label = f"r = {r}, N = {steps}"
-            left.plot([k for k, _ in here], heights, style, markersize=4, color=colour(number), label=label)
+    groups = scan_groups(results)
+    size = (13.5, max(4.4, 0.25 * len(groups) + 1.2))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained", width_ratios=(1, 1.3))
+    curves = scan_curves(results)
+    blocks = sorted({r for r, _ in curves})
+    for (r, steps), points in curves.items():
+        style = {1: "o-", 2: "o--"}.get(steps, "o:")
+        x, y = zip(*points, strict=True)
+        left.plot(x, y, style, markersize=4, color=colour(blocks.index(r)), label=f"r = {r}, N = {steps}")
     left.set_xscale("log", base=2)
-    ticks = sorted(set(codes.values()))
+    ticks = sorted({codes for points in curves.values() for codes, _ in points})
     left.set_xticks(ticks, ["none" if k == 1 else str(k) for k in ticks])
     left.minorticks_off()
     left.set_xlabel("codes")
     left.set_ylabel("certified bits per character")
-    left.set_title(f"validation text of {results['data']}", fontsize=10)
-    for steps, marker in ((1, "o"), (2, "s"), (4, "^")):
-        shown = [(bits[name, steps], -line) for line, name in enumerate(others) if (name, steps) in bits]
-        if shown:
-            x, y = zip(*shown, strict=True)
-            right.plot(x, y, marker, markersize=5, color=colour(6 + steps // 2), label=f"N = {steps}")
-    right.set_yticks([-line for line in range(len(others))], others, fontsize=8)
+    figure.suptitle(f"validation text of {results['data']}, one seed", fontsize=10)
+    bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
+    for order, (steps, marker) in enumerate(((1, "o"), (2, "s"), (0, "^"))):
+        found = [(name, steps or results["systems"][name]["block"]) for name in groups]
+        values = [bits.get(key, math.nan) for key in found]
+        label = f"N = {steps}" if steps else "N = r"
+        right.plot(
+            values, [-line for line in range(len(groups))], marker, markersize=5, color=colour(6 + order), label=label
+        )
+    heads = [name for name in groups if not any(name.startswith(f"{other}, ") for other in groups)]
+    for name in heads[1:]:
+        right.axhline(0.5 - groups.index(name), color=INK, linewidth=0.6)
+    shown = [name if name in heads else "   " + name.split(", ", 2)[-1] for name in groups]
+    right.set_yticks([-line for line in range(len(groups))], shown, fontsize=8)
     right.set_xlabel("certified bits per character")
     for axis in (left, right):
         axis.grid(color=GRID)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(frameon=False, fontsize=8)
+            axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     return save(figure, path)
 
 

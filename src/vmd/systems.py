@@ -104,7 +104,7 @@ def collect(table: str, every: list[str], done: dict[str, dict], about: tuple[st
         "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
         "configurations": configurations,
         "systems": {
-            name: {key: part[key] for key in about} | {key: part[key] for key in ORIGIN if key in part}
+            name: {key: part.get(key) for key in about} | {key: part[key] for key in ORIGIN if key in part}
             for name, part in parts.items()
         },
         "rows": [row for part in parts.values() for row in part["rows"]],

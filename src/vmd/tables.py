@@ -363,7 +363,7 @@ def text_tables(results: dict) -> list[tuple[str, Table]]:
 
 
 def text_bits_table(results: dict) -> Table:
-    """Bits by steps per block; what was trained, with what it is; perplexity at all steps."""
+    """Bits by steps per block; perplexity at all steps; what z carries; the paper's objective, with what it is."""
     rows, lines = results["rows"], []
     for name, about in results["systems"].items():
         r = about["block"]
@@ -375,7 +375,11 @@ def text_bits_table(results: dict) -> Table:
             for n in (1, 2, 4)
         ]
         surrogate, bound = (find(rows, system=name, metric=metric) for metric in ("surrogate", "own_bound"))
-        trained = "" if bound is None else f"{bound['value']:.4f} (bound)"
+        trained = ""
+        if bound is not None:
+            over = bound["setting"].get("mean_of", [])
+            what = "bound" if len(over) < 2 else f"mean of the bounds at N = {', '.join(map(str, over))}"
+            trained = f"{bound['value']:.4f} ({what})"
         if surrogate is not None:
             apart = find(rows, system=name, metric="surrogate_apart")
             told = "" if apart is None else f", {apart['value']:+.4f} ± {apart['stderr'] or 0:.4f} of N = r"
@@ -386,9 +390,12 @@ def text_bits_table(results: dict) -> Table:
         whole = "" if everything is None else number(everything["value"], 4, everything["stderr"])
         perplexity = "" if everything is None else f"{2 ** everything['value']:.3f}"
         seen = f"{about['characters'] / 1e6:.0f} M"
-        lines.append([name, size, seen, f"{about['training_seconds'] / 60:.1f}", str(r), whole, perplexity, *cells, trained])
+        carried = "" if about.get("latent_kl") is None else f"{about['latent_kl']:.2g}"
+        minutes = f"{about['training_seconds'] / 60:.1f}"
+        lines.append([name, size, seen, minutes, str(r), whole, perplexity, *cells, carried, trained])
     steps = ["N = r", "perplexity", "N = 1", "N = 2", "N = 4"]
-    return ["system", "parameters", "characters seen", "minutes", "r", *steps, "what was trained"], lines
+    headers = ["system", "parameters", "characters seen", "minutes", "r", *steps, "KL of z, nats a block", "objective"]
+    return headers, lines
 
 
 def text_samples_table(results: dict) -> Table:

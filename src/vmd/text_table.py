@@ -5,6 +5,7 @@ Every system is trained in a folder of its own and goes on from its checkpoints;
 """
 
 import functools
+import hashlib
 import json
 import math
 import time
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vmd.config import InvalidInput, ObjectiveConfig, RunConfig, override_all, require
+from vmd.config import InvalidInput, RunConfig, override_all, require
 from vmd.data import TextData, load_data
 from vmd.data.text import cache_folder
 from vmd.evaluation import rows_per_pass
 from vmd.files import make_folder, write_atomically
 from vmd.likelihood import Bits, in_bits, nll_bound
 from vmd.masking import draw_masks
-from vmd.model import VMD
+from vmd.model import VMD, WEIGHTS_FILE
 from vmd.presets import preset
 from vmd.progress import progress_bar
 from vmd.sampling import RULES
@@ -85,45 +86,55 @@ def coded(codes: int, block: int, **more: Any) -> System:
 
 
 def variant(system: System, name: str, *settings: str, **more: Any) -> System:
+    """The same with one thing changed."""
     name = f"{system.name}, {name}"
     return replace(system, name=name, settings=(*system.settings, *settings), **more)
 
 
-BLOCKS_OF_4, CODES_64, CODES_256 = System("no latent, r = 4", "text-mdm", 4), coded(64, 4), coded(256, 4)
+BLIND, CODES_64 = System("no latent, r = 4", "text-mdm", 4), coded(64, 4)
 GAUSSIAN_Z = System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z)
 DRAFT = System("draft, r = 4", "text-draft", 4)
-RATES = (4e-3, 1.6e-2)  # beside the presets' 8e-3
+TRAINED_OTHERWISE = {
+    "a quarter whole": ("objective.whole=0.25",),
+    "half whole": ("objective.whole=0.5",),
+    "for one step": ONE_STEP,
+}
 
 SCAN = (
     # How many codes, for how many tokens.
-    BLOCKS_OF_4,
+    BLIND,
     *(coded(codes, 4) for codes in (16, 64, 256, 1024, 4096)),
     System("no latent, r = 8", "text-mdm", 8),
     *(coded(codes, 8) for codes in (16, 64, 256, 1024)),
     System("no latent, r = 16", "text-mdm", 16),
     *(coded(codes, 16) for codes in (64, 256, 1024)),
-    # Where they enter, and how they are trained.
+    # Where they enter.
     variant(CODES_64, "additive head", "model.latent.head=additive"),
     variant(CODES_64, "head of rank 16", "model.latent.head_dim=16"),
     variant(coded(16, 4), "last layer too", "model.latent.code_layers=1", slow=True),
-    variant(CODES_64, "a quarter whole", "objective.whole=0.25"),
-    variant(CODES_64, "half whole", "objective.whole=0.5"),
-    variant(CODES_64, "for one step", *ONE_STEP),
-    # What else may make tokens agree.
+    # What is trained: as often as BD3-LM, or more often, on blocks that are masked whole.
+    *(variant(system, name, *how) for system in (BLIND, CODES_64) for name, how in TRAINED_OTHERWISE.items()),
+    # What else may make tokens agree. Half of a draft head's training is on blocks that are masked whole.
     variant(CODES_64, "a chain", "model.latent.kind=chain"),
     variant(coded(64, 8), "a chain", "model.latent.kind=chain"),
     GAUSSIAN_Z,
+    variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
     DRAFT,
-    System("draft, r = 8", "text-draft", 8),
     variant(DRAFT, "for one step", *ONE_STEP),
+    System("draft, r = 8", "text-draft", 8),
     # Longer training.
-    *(variant(system, "four times as long", times=4, slow=True) for system in (BLOCKS_OF_4, CODES_256, DRAFT)),
-    # Learning rates.
+    *(
+        variant(system, "four times as long", times=4, slow=True)
+        for system in (BLIND, CODES_64, variant(CODES_64, "half whole", *TRAINED_OTHERWISE["half whole"]), DRAFT)
+    ),
+    # Learning rates, beside the presets' 8e-3.
     *(
         variant(system, f"rate {rate:g}", f"training.learning_rate={rate:g}", slow=True)
-        for system in (BLOCKS_OF_4, CODES_256, GAUSSIAN_Z, DRAFT)
-        for rate in RATES
+        for system in (BLIND, CODES_64, GAUSSIAN_Z, DRAFT)
+        for rate in (4e-3, 1.6e-2)
     ),
+    # How much of all this is luck.
+    *(variant(system, "second seed", second_seed=True) for system in (BLIND, CODES_64)),
 )
 
 
@@ -185,7 +196,11 @@ def read_text(source: str, budget: Budget, split: str, seed: int = 0) -> TextDat
 
 
 def planned(system: System, budget: Budget, name: str, overrides: list[str], data: TextData, device: str) -> RunConfig:
-    """With all overrides applied and checked."""
+    """With all overrides applied and checked; those of what makes the system what it is are refused."""
+    own = {"model.block_size", *(setting.partition("=")[0] for setting in system.settings)}
+    for setting in overrides:
+        field = setting.partition("=")[0].strip()
+        require(field not in own, f"--set {setting}: expected no {field}, which is this system's own")
     block = min(system.block, budget.length)
     model = preset(system.preset).model
     has = {"model.latent": model.has_latent, "model.draft": model.draft > 0}
@@ -221,7 +236,7 @@ def step_counts(run: RunConfig) -> list[int]:
 
 
 def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
-    """Certified bits per character at every number of steps, and the objective that was trained, with what it is."""
+    """Certified bits per character at every number of steps, and the paper's objective, or the bounds that were trained."""
     rows = []
     chunk = rows_per_pass(model)
     latent, scored, per_row = model.config.latent, {}, x0.new_zeros(0)
@@ -236,14 +251,16 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
         rows.append({"setting": setting, "metric": "bits", "value": bits.value, "stderr": bits.stderr})
     if run.objective.masking == "steps":  # it was these bounds that were trained
         over = [scored[steps] for steps in run.objective.steps]
-        trained = Bits(sum(b.value for b in over) / len(over), sum(b.stderr or 0.0 for b in over) / len(over))
+        value = Bits(sum(b.value for b in over) / len(over), sum(b.stderr or 0.0 for b in over) / len(over))
     else:
-        totals = objective_nats(model, x0, run.objective)
-        trained, apart = in_bits(totals, x0.shape[1]), in_bits(totals - per_row, x0.shape[1])
+        totals = objective_nats(model, x0, score_entropy=run.objective.score_entropy)
+        value, apart = in_bits(totals, x0.shape[1]), in_bits(totals - per_row, x0.shape[1])
     surrogate = model.config.tokens_agree and run.objective.masking != "steps"
     name = "surrogate" if surrogate else "own_bound"
-    rows.append({"setting": {"steps": 0, "nfe": 0, "n": len(x0)}, "metric": name, "value": trained.value})
-    rows[-1]["stderr"] = trained.stderr
+    setting = {"steps": 0, "nfe": 0, "n": len(x0)}
+    if run.objective.masking == "steps":
+        setting["mean_of"] = list(run.objective.steps)
+    rows.append({"setting": setting, "metric": name, "value": value.value, "stderr": value.stderr})
     if surrogate:  # row by row: what both share is not noise
         setting = {"steps": run.model.block_size, "nfe": 0, "n": len(x0)}
         rows.append({"setting": setting, "metric": "surrogate_apart", "value": apart.value, "stderr": apart.stderr})
@@ -251,17 +268,17 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
 
 
 @torch.no_grad()
-def objective_nats(model: VMD, x0: Tensor, objective: ObjectiveConfig, draws: int = 4) -> Tensor:
-    """(n,): what was trained, by mask counts: with z the paper's surrogate; without, the usual bound, or SEDD's own."""
+def objective_nats(model: VMD, x0: Tensor, *, score_entropy: bool = False, draws: int = 4) -> Tensor:
+    """(n,): the paper's objective, by mask counts: with z a surrogate; without, the usual bound, or SEDD's own."""
     generator = torch.Generator(x0.device).manual_seed(0)
     totals = torch.zeros(len(x0), dtype=torch.float64, device=x0.device)
     for _ in range(draws):
         some_totals = []
         for some in x0.split(rows_per_pass(model)):
-            masks = draw_masks(some, model.config.block_size, whole=objective.whole, generator=generator)
+            masks = draw_masks(some, model.config.block_size, generator=generator)
             shape = model.latent_shape(len(some))
             noise = None if shape is None else torch.randn(shape, generator=generator, device=x0.device)
-            some_totals.append(model(some, masks, noise, score_entropy=objective.score_entropy).total)
+            some_totals.append(model(some, masks, noise, score_entropy=score_entropy).total)
         totals += torch.cat(some_totals).double() / draws
     return totals
 
@@ -367,7 +384,7 @@ def reproduce_text(
             runs[name] = planned(systems[name], budget, source, overrides or [], trained, device)
         except InvalidInput as error:
             raise InvalidInput(f"{name}: {error}") from None
-    require_same_text(out, done, source, budget.length)
+    require_same_text(out, done, source, budget.length, table)
     make_folder(out)
     x0 = tested.in_order(0, min(budget.rows, len(tested))).long().to(device)
     reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
@@ -387,12 +404,12 @@ def reproduce_text(
         if sampled:
             rows += sample_rows(model, run, tested, reference, known_words, budget.draws, folder_of(out, system))
         about["measuring_seconds"] = time.perf_counter() - started
-        return about | {"rows": [{"system": name} | row for row in rows]}
+        return about | {"table": table, "rows": [{"system": name} | row for row in rows]}
 
     run_systems(runs, done, out, command, device, run_system)
     if budget.draws:
         judge_all(systems, done, tested, out, device, on_note)
-    about = ("training_seconds", "measuring_seconds", "parameters", "characters", "block", "judge")
+    about = ("training_seconds", "measuring_seconds", "latent_kl", "parameters", "characters", "block", "judge")
     results = collect(table, list(systems), done, about, command, device) | {"data": Path(source).name}
     if budget.draws:
         results["test_text"] = known(text_quality(reference, reference, words()))
@@ -406,18 +423,27 @@ def judge_all(
     judge = find_judge(out, device)
     if judge is None:
         return on_note(f"no judge is trained here, so that samples are not judged: --only '{JUDGE.name}' trains it")
+    who = hashlib.sha256((folder_of(out, JUDGE) / WEIGHTS_FILE).read_bytes()).digest()
     for name, part in done.items():
+        if name not in systems or systems[name].judge:
+            continue
         folder = folder_of(out, systems[name])
-        if (folder / SAMPLES_FILE).is_file():
+        if not (folder / SAMPLES_FILE).is_file():
+            on_note(f"{name}: no {SAMPLES_FILE} is kept, so that its samples are not judged")
+            continue
+        which = hashlib.sha256(who + (folder / SAMPLES_FILE).read_bytes()).hexdigest()
+        if part.get("judged") != which:  # these samples, by this judge
             judged = [{"system": name} | row for row in judged_rows(judge, data, folder)]
             part["rows"] = [row for row in part["rows"] if row["metric"] != "judged_bits"] + judged
-    write_atomically(out / "partial.json", json.dumps(done))
+            part["judged"] = which
+            write_atomically(out / "partial.json", json.dumps(done))
 
 
-def require_same_text(out: Path, done: dict[str, dict], source: str, length: int) -> None:
+def require_same_text(out: Path, done: dict[str, dict], source: str, length: int, table: str) -> None:
     """Systems of one table are measured on the same rows."""
     for part in done.values():
-        before = json.loads(part["signature"])
+        before, other = json.loads(part["signature"]), part.get("table", table)
+        require(other == table, f"{out} holds a run of {other}: expected another --out for {table}")
         text, characters = before["data"]["name"], before["model"]["length"]
         same = (text, characters) == (source, length)
         require(same, f"{out} holds a run of {text} in rows of {characters}: expected that, or another --out")
@@ -460,6 +486,7 @@ def train_system(system: System, run: RunConfig, data: TextData, out: Path, devi
         )
     about = {
         "training_seconds": training_seconds(log),
+        "latent_kl": log[-1].get("latent_kl") if log else None,
         "parameters": model.parameter_counts(),
         "characters": run.training.steps * run.training.batch_size * run.model.length,
         "block": run.model.block_size,

@@ -293,6 +293,8 @@ class Step:
         self.per_model = isinstance(model, Ensemble)
         self.average = None if average is None else [local(a) for a in average.values()]
         whole = run.training.compile and not any(isinstance(p, DTensor) for p in self.parameters)
+        if whole:
+            torch.compiler.reset()  # it compiles a function for eight models of a process, and no more
         self.loss_function = torch.compile(mean_loss) if whole else mean_loss
         device = self.parameters[0].device
         self.follow = torch.zeros((), device=device)  # how far the average moves towards the weights
