@@ -751,7 +751,9 @@ CHANGES = {
 def test_every_system_of_the_scan_changes_one_thing(scans):
     """Each variant differs from the system it is named after in what its name says, and no two are the same."""
     for runs in scans:
-        assert len(runs) == len(SCAN) == len({repr(run) for run in runs.values()})
+        assert len(runs) == len(SCAN)
+        alone = [system.name for system in SCAN if not system.added_to]
+        assert len({repr(runs[name]) for name in alone}) == len(alone)
         seen = set()
         for name, run in runs.items():
             base = max((other for other in runs if name.startswith(f"{other}, ")), key=len, default=None)
@@ -776,6 +778,22 @@ def test_codes_and_blocks_of_the_scan_are_as_named(scans):
                 assert run.model.latent.codes == int(found[1])
             assert (run.model.latent.kind == "none") is name.startswith(("no latent", "draft"))
             assert (run.model.draft > 0) is name.startswith("draft")
+
+
+def test_a_part_is_added_to_a_system_that_stays_as_it_is(source, tmp_path):
+    by_name = {system.name: system for system in SCAN}
+    for name in ("64 codes added, r = 4", "draft added, r = 4"):
+        words = ("reproduce", "text-scan", "--quick", "--data", source, "--device", "cpu", "--out", tmp_path / "none")
+        told = refused(*words, "--only", name, folder=tmp_path / "none")
+        assert f"{name}: it begins with no latent, r = 4: expected that to be done" in told
+        run_scan(source, tmp_path / name, "--only", "no latent, r = 4", "--only", name)
+        run_scan(source, tmp_path / name, "--resume", "--only", name)  # nothing to do
+        before, after = (
+            VMD.from_pretrained(folder_of(tmp_path / name, by_name[which])).state_dict()
+            for which in ("no latent, r = 4", name)
+        )
+        assert before.keys() < after.keys()
+        assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
 
 
 def test_curves_are_of_systems_that_differ_in_codes_alone(scanned):

@@ -325,7 +325,7 @@ def scan_groups(results: dict) -> list[str]:
     listed = [
         name
         for name in plain
-        if name in {base[other] for other in names if other != name} or not re.match(r"no latent|\d+ codes", name)
+        if name in {base[other] for other in names if other != name} or not re.match(r"no latent|\d+ codes, ", name)
     ]
     return [name for head in listed for name in names if base[name] == head]
 

@@ -49,6 +49,7 @@ class System:
     second_seed: bool = False
     times: int = 1  # as many training steps as the others
     slow: bool = False  # too slow for a quick table
+    added_to: str = ""  # a system whose weights stay as they are: only what is new learns
 
 
 SAMPLES_FILE = "samples.jsonl"
@@ -114,6 +115,7 @@ SCAN = (
     variant(coded(16, 4), "last layer too", "model.latent.code_layers=1", slow=True),
     # What is trained: as often as BD3-LM, or more often, on blocks that are masked whole.
     *(variant(system, name, *how) for system in (BLIND, CODES_64) for name, how in TRAINED_OTHERWISE.items()),
+    *(variant(coded(64, block), "half whole", *TRAINED_OTHERWISE["half whole"]) for block in (8, 16)),
     # What else may make tokens agree. Half of a draft head's training is on blocks that are masked whole.
     variant(CODES_64, "a chain", "model.latent.kind=chain"),
     variant(coded(64, 8), "a chain", "model.latent.kind=chain"),
@@ -122,6 +124,12 @@ SCAN = (
     DRAFT,
     variant(DRAFT, "for one step", *ONE_STEP),
     System("draft, r = 8", "text-draft", 8),
+    # What a trained model without a latent gains by a part that is added to it.
+    replace(CODES_64, name="64 codes added, r = 4", added_to=BLIND.name),
+    replace(
+        variant(CODES_64, "half whole", "objective.whole=0.5"), name="64 codes added, r = 4, half whole", added_to=BLIND.name
+    ),
+    replace(DRAFT, name="draft added, r = 4", added_to=BLIND.name),
     # Longer training.
     *(
         variant(system, "four times as long", times=4, slow=True)
@@ -222,6 +230,14 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     check_attention(run.training, run.model)
     run.objective.check(run.model)
     return run
+
+
+def begun_from(run: RunConfig, system: System, chosen: list[str], out: Path) -> RunConfig:
+    """With the weights of another system of the table, frozen."""
+    folder = folder_of(out, system)
+    there = system.name in chosen or (folder / WEIGHTS_FILE).is_file()
+    require(there, f"it begins with {system.name}: expected that to be done, or --only {system.name!r} too")
+    return replace(run, training=replace(run.training, init=str(folder), freeze=True))
 
 
 # Measuring
@@ -382,6 +398,8 @@ def reproduce_text(
     for name in chosen:
         try:
             runs[name] = planned(systems[name], budget, source, overrides or [], trained, device)
+            if systems[name].added_to:
+                runs[name] = begun_from(runs[name], systems[systems[name].added_to], chosen, out)
         except InvalidInput as error:
             raise InvalidInput(f"{name}: {error}") from None
     require_same_text(out, done, source, budget.length, table)
