@@ -9,12 +9,13 @@ import torch
 
 from command import refused, settings, succeeds
 from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, tiny_config
+from vmd import training
 from vmd.config import InvalidInput, LatentConfig, RunConfig, TrainingConfig
-from vmd.data import ArrayData
+from vmd.data import ArrayData, text
 from vmd.data.synthetic import deterministic
 from vmd.ensemble import Ensemble
 from vmd.metrics import accuracy
-from vmd.model import VMD, start_from
+from vmd.model import VMD, of_backbone, start_from
 from vmd.training import train
 
 CHAIN = LatentConfig(kind="chain", codes=3)
@@ -54,12 +55,15 @@ def run_for(name: str, source, **training) -> RunConfig:
 @pytest.mark.parametrize("name", ADDED)
 def test_what_both_have_is_taken_over_and_the_rest_is_new(trained, name):
     model, fresh, source = VMD(ADDED[name], seed=1), VMD(ADDED[name], seed=1), VMD.from_pretrained(trained)
-    taken = start_from(model, str(trained))
-    assert sorted(taken) == sorted(source.state_dict())
+    told = start_from(model, str(trained))
+    shared = source.state_dict()
     for key, tensor in model.state_dict().items():
-        expected = source if key in taken else fresh
+        expected = source if key in shared else fresh
         assert torch.equal(tensor, expected.state_dict()[key]), key
-    assert (set(taken) == set(model.state_dict())) is (name == "other blocks")
+    assert shared.keys() <= model.state_dict().keys()
+    assert told.startswith(f"{len(shared)} tensors of {trained}")
+    assert ("; blocks of 4 in the place of 2" in told) is (name == "other blocks")
+    assert ("; new: " in told) is (name != "other blocks")
 
 
 def test_a_frozen_model_that_gets_codes_makes_tokens_agree(tmp_path):
@@ -79,19 +83,53 @@ def test_a_frozen_model_that_gets_codes_makes_tokens_agree(tmp_path):
     assert after > 80
 
 
-def test_a_model_with_a_part_gives_the_others_to_one_without(trained, tmp_path):
+def test_a_model_with_a_part_gives_the_others_to_one_without(tmp_path):
     VMD(ADDED["codes"], seed=5).save_pretrained(tmp_path / "codes")
     model = VMD(tiny_config(z=NO_LATENT), seed=1)
-    assert sorted(start_from(model, str(tmp_path / "codes"))) == sorted(model.state_dict())
+    told = start_from(model, str(tmp_path / "codes"))
+    assert told == f"{len(model.state_dict())} tensors of {tmp_path / 'codes'}; left out: decoder.pathway"
+
+
+OTHER_LATENTS = {
+    "more codes": codes(5),
+    "codes in a layer": codes(layers=1),
+    "additive": codes(head="additive"),
+    "chain": LatentConfig(kind="chain", codes=4),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LATENTS)
+def test_parts_of_another_latent_are_not_taken_though_they_have_the_same_names(tmp_path, name):
+    source = VMD(ADDED["codes"], seed=5)
+    source.save_pretrained(tmp_path / "codes")
+    model, fresh = (VMD(tiny_config(z=OTHER_LATENTS[name]), seed=1) for _ in range(2))
+    told = start_from(model, str(tmp_path / "codes"))
+    assert "; new: " in told
+    assert "; left out: decoder.pathway" in told
+    for key, tensor in model.state_dict().items():
+        expected = source if of_backbone(key) else fresh
+        assert torch.equal(tensor, expected.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("name", ["codes", "Gaussian", "draft"])
+def test_the_same_latent_is_taken_whole(tmp_path, name):
+    VMD(ADDED[name], seed=5).save_pretrained(tmp_path / "source")
+    model = VMD(ADDED[name], seed=1)
+    start_from(model, str(tmp_path / "source"))
+    assert all(torch.equal(t, model.state_dict()[k]) for k, t in VMD(ADDED[name], seed=5).state_dict().items())
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (tiny_config(width=32), "model.width=16: expected 32"),
-        (tiny_config(layers=3), "model.layers=2: expected 3"),
-        (tiny_config(heads=4), "model.heads=2: expected 4"),  # whose weights have the same shapes
-        (tiny_config(vocab_size=7), "model.vocab_size=5: expected 7"),
+        (tiny_config(width=32), "model.width=32: expected 16"),
+        (tiny_config(layers=3), "model.layers=3: expected 2"),
+        (tiny_config(mlp_ratio=4), "model.mlp_ratio=4: expected 2"),
+        (tiny_config(vocab_size=7), "model.vocab_size=7: expected 5"),
+        (tiny_config(heads=4), "model.heads=4: expected 2"),  # these have weights of the same shapes
+        (tiny_config(rotary=False), "model.rotary=False: expected True"),
+        (tiny_config(block_size=4, shifted=True), "model.shifted=True: expected False"),
+        (tiny_config(length=16, block_size=16, board=True), "model.board=True: expected False"),
         (tiny_config(length=8, block_size=2), "decoder.trunk.position.weight has shape (4, 16): expected (8, 16)"),
     ],
 )
@@ -105,10 +143,7 @@ def test_another_network_is_refused_and_nothing_is_copied(trained, config, says)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_other_codes_and_other_symbols_are_refused(tmp_path):
-    VMD(ADDED["codes"]).save_pretrained(tmp_path / "codes")
-    with pytest.raises(InvalidInput, match="has shape"):
-        start_from(VMD(tiny_config(z=codes(5))), str(tmp_path / "codes"))
+def test_other_symbols_are_refused(tmp_path):
     VMD(dataclasses.replace(tiny_config(), symbols=tuple("abcde"))).save_pretrained(tmp_path / "letters")
     with pytest.raises(InvalidInput, match="other symbols"):
         start_from(VMD(dataclasses.replace(tiny_config(), symbols=tuple("vwxyz"))), str(tmp_path / "letters"))
@@ -120,7 +155,7 @@ def test_training_starts_from_the_weights_and_says_so(trained):
     train(model, data(), run_for("codes", trained, steps=1, learning_rate=1e-30), on_note=told.append)
     source = VMD.from_pretrained(trained).state_dict()
     assert all(torch.allclose(model.state_dict()[name], tensor, atol=1e-12) for name, tensor in source.items())
-    assert told == [f"{len(source)} tensors of {trained}; new: decoder.pathway (8)"]
+    assert told == [f"{len(source)} tensors of {trained}; new: decoder.pathway"]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
@@ -156,24 +191,51 @@ def test_a_resumed_run_is_the_uninterrupted_one(trained, tmp_path, freeze, stop)
     with pytest.raises(Interrupted):
         train(VMD(config.model, seed=1), data(), config, out=tmp_path / "run", on_step=interrupt)
     again = VMD(config.model, seed=1)
-    if stop > 1 and not freeze:
+    if stop > 1:
         shutil.rmtree(source)  # all is in the checkpoint
     train(again, data(), config, out=tmp_path / "run", resume=True)
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in whole.state_dict().items())
 
 
-def test_what_cannot_be_frozen_is_refused(trained):
-    with pytest.raises(InvalidInput, match=r"training\.freeze=true: expected with training\.init"):
-        TrainingConfig(freeze=True)
-    with pytest.raises(InvalidInput, match="expected a part that"):
+def test_a_frozen_network_stays_while_codes_that_it_had_are_split(tmp_path):
+    VMD(ADDED["codes"], seed=5).save_pretrained(tmp_path / "codes")
+    config = run_for("codes", tmp_path / "codes", freeze=True, split_codes_every=1, steps=4)
+    model = VMD(config.model, seed=1)
+    train(model, data(), config)
+    before = VMD(ADDED["codes"], seed=5).state_dict()
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved
+    assert not any(of_backbone(name) for name in moved)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_the_user_had_frozen_is_so_afterwards(trained, monkeypatch, freeze, fails):
+    model = VMD(ADDED["codes"], seed=1)
+    model.decoder.pathway.out.weight.requires_grad_(False)
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
+    before = model.decoder.pathway.out.weight.clone()
+    if fails:
+        monkeypatch.setattr(training, "make_optimizer", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(model, data(), run_for("codes", trained, freeze=freeze))
+    else:
+        train(model, data(), run_for("codes", trained, freeze=freeze, split_codes_every=0))
+    assert torch.equal(model.decoder.pathway.out.weight, before)
+    assert flags == {name: p.requires_grad for name, p in model.named_parameters()}
+
+
+def test_what_cannot_be_frozen_or_begun_is_refused(trained):
+    with pytest.raises(InvalidInput, match="expected a model with a latent or a draft head"):
         train(VMD(ADDED["other blocks"]), data(), run_for("other blocks", trained, freeze=True))
+    with pytest.raises(InvalidInput, match="expected the path of a folder as text"):
+        TrainingConfig(init=trained)
     law = deterministic()
-    config = RunConfig(
-        model=tiny_config(length=law.length, block_size=0, vocab_size=law.vocab_size).resolved(law.length, law.vocab_size),
-        training=TrainingConfig(steps=1, init=str(trained)),
-    )
-    with pytest.raises(InvalidInput, match="expected none in an ensemble"):
-        train(Ensemble([VMD(config.model)]), law, config)
+    shape = tiny_config(law.length, law.length, law.vocab_size, codes())
+    for how, says in (({"init": str(trained)}, "expected none in an ensemble"), ({"freeze": True}, "expected one model")):
+        config = RunConfig(model=shape, training=TrainingConfig(steps=1, **how))
+        with pytest.raises(InvalidInput, match=says):
+            train(Ensemble([VMD(shape)]), law, config)
 
 
 # The command
@@ -194,51 +256,98 @@ def language(tmp_path, monkeypatch):
     return tmp_path / "first"
 
 
+FEW = "a cat at a mat. " * 100  # of an alphabet that is a part of the other
+
+
+def start(tmp_path, *words, preset: str = "text", text: str = FEW, out: str = "second") -> tuple:
+    (tmp_path / "few.txt").write_text(text)
+    steps = settings("training.steps=4", "training.batch_size=8", "training.log_every=2")
+    return ("train", preset, "--data", tmp_path / "few.txt", "--out", tmp_path / out, "--device", "cpu", *steps, *words)
+
+
 @pytest.mark.parametrize(("preset", "new"), [("text", "decoder.pathway"), ("text-draft", "decoder.draft"), ("text-mdm", "")])
-def test_text_goes_on_in_the_tokens_of_the_model_it_starts_from(language, tmp_path, preset, new):
-    """Of an alphabet that the new text does not fill."""
-    (tmp_path / "few.txt").write_text("a cat at a mat. " * 100)
-    done = succeeds(
-        *("train", preset, "--data", tmp_path / "few.txt", "--out", tmp_path / "second", "--device", "cpu", *SMALL),
-        *("--init", language),
-    )
+def test_text_goes_on_in_the_tokens_and_sizes_of_the_model_it_starts_from(language, tmp_path, preset, new):
+    done = succeeds(*start(tmp_path, "--init", language, preset=preset))
     assert f"tensors of {language}" in done.err
     assert (f"new: {new}" in done.err) is bool(new)
     tokenizers = [json.loads((folder / "tokenizer.json").read_text()) for folder in (language, tmp_path / "second")]
     assert tokenizers[0] == tokenizers[1]
     run = json.loads((tmp_path / "second/run.json").read_text())
     assert run["training"]["init"] == str(language)
+    assert (run["model"]["layers"], run["model"]["width"], run["model"]["length"]) == (1, 16, 16)
     (line,) = succeeds("sample", tmp_path / "second", "-n", 1).out.splitlines()
     assert len(line) == 16
-    succeeds("evaluate", tmp_path / "second", "--data", tmp_path / "few.txt", "--rows", 2)
+
+
+@pytest.mark.parametrize("freeze", ["true", "false"])
+def test_a_run_needs_its_beginning_no_longer(language, tmp_path, freeze, monkeypatch):
+    """Neither to be scored nor to go on, whatever has become of it."""
+    words = ("--init", language, "--set", f"training.freeze={freeze}")
+    succeeds(*start(tmp_path, *words))
+    before = (tmp_path / "second/model.safetensors").read_bytes()
+    scored = succeeds("evaluate", tmp_path / "second", "--data", tmp_path / "few.txt", "--rows", 2).out
+    shutil.move(language, tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    assert succeeds("evaluate", "second", "--data", tmp_path / "few.txt", "--rows", 2).out == scored
+    for again in (("--init", "elsewhere"), ("--init", language), ()):
+        kept = words[2:] if freeze == "true" else ()
+        succeeds(*start(tmp_path, "--resume", *again, *kept))
+        assert (tmp_path / "second/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("spelled", ["second", "./second", "link"])
+def test_a_model_is_not_written_over_while_it_is_begun_from(language, tmp_path, monkeypatch, spelled):
+    shutil.copytree(language, tmp_path / "second")
+    (tmp_path / "link").symlink_to(tmp_path / "second")
+    monkeypatch.chdir(tmp_path)
+    told = refused(*start(tmp_path, "--init", spelled, "--overwrite", preset="text-mdm"), folder=tmp_path / "second")
+    assert f"--init {spelled}: expected another folder than --out" in told
+
+
+def test_text8_keeps_its_splits(tmp_path, monkeypatch):
+    """Whether its letters are found, or are those of a model."""
+    monkeypatch.setenv("VMD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(text.TEXT8_KINDS, "text8-70M", (27 * 40, (0.95, 0.025, 0.025)))
+    (tmp_path / "text8-70M").write_text(text.TEXT8_ALPHABET * 40)
+    tokenizer = text.CharTokenizer(text.TEXT8_ALPHABET)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.to_dict()))
+    for given in ("char", tokenizer, str(tmp_path / "tokenizer.json")):
+        assert text.prepared_text(str(tmp_path / "text8-70M"), given) == tmp_path / "cache/text8-70M"
+    other = text.prepared_text(str(tmp_path / "text8-70M"), text.CharTokenizer(text.TEXT8_ALPHABET[::-1]))
+    assert other.name != "text8-70M"
 
 
 def test_a_tokenizer_may_be_that_of_a_trained_model(language, tmp_path):
-    (tmp_path / "few.txt").write_text("a cat at a mat. " * 100)
-    words = ("train", "text-mdm", "--data", tmp_path / "few.txt", "--device", "cpu", *SMALL)
-    succeeds(*words, "--out", tmp_path / "second", "--tokenizer", language / "tokenizer.json")
+    succeeds(*start(tmp_path, "--tokenizer", language / "tokenizer.json", *SMALL, preset="text-mdm"))
     assert (tmp_path / "second/tokenizer.json").read_text() == (language / "tokenizer.json").read_text()
     (tmp_path / "wrong.json").write_text('{"kind": "runes"}')
-    told = refused(*words, "--out", tmp_path / "third", "--tokenizer", tmp_path / "wrong.json", folder=tmp_path / "third")
-    assert "wrong.json: expected the description of a tokenizer" in told
+    words = start(tmp_path, "--tokenizer", tmp_path / "wrong.json", *SMALL, out="third")
+    assert "wrong.json: expected the description of a tokenizer" in refused(*words, folder=tmp_path / "third")
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "says"),
+    ("characters", "more", "says"),
     [
         ("A CAT AT A MAT. " * 100, (), "character 'A'"),
-        (TEXT, ("--tokenizer", "byte"), "model.vocab_size="),
-        (TEXT, ("--set", "model.width=32"), "model.width=16: expected 32"),
-        (TEXT, ("--set", "training.freeze=true"), "training.freeze=true: expected a part"),
+        (TEXT, ("--tokenizer", "byte"), "text in other tokens than those of"),
+        (TEXT, ("--set", "model.width=32"), "model.width=32: expected 16"),
+        (TEXT, ("--set", "model.length=32"), "decoder.trunk.position.weight has shape (16, 16)"),
+        (TEXT, ("--set", "training.freeze=true"), "training.freeze=true: expected a model with"),
     ],
 )
-def test_what_does_not_fit_is_one_line(language, tmp_path, text, more, says):
-    (tmp_path / "other.txt").write_text(text)
-    words = ("train", "text-mdm", "--data", tmp_path / "other.txt", "--out", tmp_path / "second", "--device", "cpu", *SMALL)
-    done = refused(*words, "--init", language, *more, folder=tmp_path / "second")
-    assert says in done
+def test_what_does_not_fit_is_one_line(language, tmp_path, characters, more, says):
+    words = start(tmp_path, "--init", language, *more, preset="text-mdm", text=characters)
+    assert says in refused(*words, folder=tmp_path / "second")
 
 
-def test_a_model_that_is_not_there_is_one_line(language, tmp_path):
-    words = ("train", "text", "--data", tmp_path / "cats.txt", "--out", tmp_path / "second", "--device", "cpu", *SMALL)
-    assert "nowhere: expected a model folder" in refused(*words, "--init", "nowhere", folder=tmp_path / "second")
+@pytest.mark.parametrize("where", ["nowhere", ""])
+def test_a_model_that_is_not_there_is_one_line(tmp_path, where):
+    told = refused(*start(tmp_path, "--init", where, text=TEXT), folder=tmp_path / "second")
+    assert "expected a model folder" in told
+
+
+@pytest.mark.parametrize("table", ["text", "text-scan", "sudoku", "two-token"])
+@pytest.mark.parametrize("setting", ["training.init=runs/x", "training.freeze=true"])
+def test_systems_of_a_table_are_trained_from_the_start(tmp_path, table, setting):
+    told = refused("reproduce", table, "--quick", "--out", tmp_path / "out", "--set", setting, folder=tmp_path)
+    assert f"--set {setting}: expected with `vmd train`" in told

@@ -677,6 +677,13 @@ def run_scan(source, out, *words: object, quick: bool = True):
         return succeeds("reproduce", "text-scan", *chosen, "--data", source, "--device", "cpu", "--out", out, *words)
 
 
+def refused_scan(source, out, *words: object) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_table, "SCAN_QUICK", replace(TINY, draws=0, split="validation"))
+        options = ("--quick", "--data", source, "--device", "cpu", "--out", out)
+        return refused("reproduce", "text-scan", *options, *words, folder=out)
+
+
 @pytest.fixture(scope="module")
 def scanned(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("scan") / "out"
@@ -794,6 +801,10 @@ def test_a_part_is_added_to_a_system_that_stays_as_it_is(source, tmp_path):
         )
         assert before.keys() < after.keys()
         assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+        moved = shutil.move(tmp_path / name, tmp_path / f"{name}, elsewhere")
+        run_scan(source, moved, "--resume", "--only", name)  # nothing to do there either
+        told = refused_scan(source, moved, "--resume", "--only", "no latent, r = 4", *settings("training.steps=3"))
+        assert f"{name} began with another 'no latent, r = 4'" in told
 
 
 def test_curves_are_of_systems_that_differ_in_codes_alone(scanned):

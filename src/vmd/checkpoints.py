@@ -18,7 +18,8 @@ from vmd.optimizers import Optimizers
 KEPT = 2
 # Of the training section, when resuming: how long and how often it reports, and on what machines it runs how.
 REPORTING = ("steps", "log_every", "checkpoint_every")
-FREE_TO_CHANGE = (*REPORTING, "compile", "capture", "attention", "precision", "accumulate", "parallel")
+# A checkpoint holds all weights: where they came from at first no longer matters.
+FREE_TO_CHANGE = (*REPORTING, "compile", "capture", "attention", "precision", "accumulate", "parallel", "init")
 
 
 def checkpoint_files(out: Path) -> list[Path]:
@@ -39,7 +40,7 @@ def save_checkpoint(
     """Processes that share weights put them together here, all of them; the one that is to `write` does."""
     tensors = {f"weights/{name}": p for name, p in parameters.items()}
     tensors |= {f"average/{name}": p for name, p in (average or {}).items()}
-    for name, p in parameters.items():
+    for name, p in learning(parameters).items():
         tensors |= {f"optimizer/{key}/{name}": value for key, value in optimizer.state_of(p).items()}
     tensors = {name: full(t.detach()).cpu().contiguous() for name, t in tensors.items()}
     if not write:
@@ -50,6 +51,11 @@ def save_checkpoint(
     write_atomically(out / "checkpoints" / f"step-{step:09d}.safetensors", dump_tensors(tensors, metadata))
     for old in checkpoint_files(out)[:-KEPT]:
         old.unlink()
+
+
+def learning(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without those that are frozen."""
+    return {name: p for name, p in parameters.items() if p.requires_grad}
 
 
 def checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
@@ -109,7 +115,7 @@ def restore(
 ) -> None:
     expected = {f"weights/{name}": p.shape for name, p in parameters.items()}
     expected |= {f"average/{name}": p.shape for name, p in (average or {}).items()}
-    for name, p in parameters.items():
+    for name, p in learning(parameters).items():
         expected |= {f"optimizer/{key}/{name}": shape for key, shape in optimizer.state_shapes(p).items()}
     for name, shape in expected.items():
         saved = tensors.get(name)
@@ -117,6 +123,8 @@ def restore(
     with torch.no_grad():
         for name, p in parameters.items():
             p.copy_(take_shard(tensors[f"weights/{name}"].to(p.device), p))
+            if not p.requires_grad:
+                continue
             if average is not None:
                 average[name].copy_(take_shard(tensors[f"average/{name}"].to(p.device), p))
             state = {key: tensors[f"optimizer/{key}/{name}"].to(p.device) for key in optimizer.state_shapes(p)}

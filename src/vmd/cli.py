@@ -29,6 +29,7 @@ from vmd.terminal import (
     parse_seeds,
     pick_device,
     prompt_row,
+    saved,
     say,
     several_processes,
     short,
@@ -102,6 +103,9 @@ def reproduce(
     require(not several_processes(), "vmd reproduce runs in one process: start it without torchrun")
     chosen_seeds = None if seeds is None else parse_seeds(seeds)
     pyplot()  # a missing matplotlib is better known before the training
+    for setting in settings or []:
+        begins = setting.strip().startswith(("training.init", "training.freeze"))
+        require(not begins, f"--set {setting}: expected with `vmd train`: systems of a table are trained from the start")
     command = shlex.join(["vmd", *sys.argv[1:]])
     suffix = ("" if preset == "ours" else f"-{preset}") + ("-quick" if quick else "")
     folder = out or Path("runs") / (name + suffix)
@@ -197,7 +201,7 @@ def train(
     if tokenizer is not None:
         run = replace(run, data=replace(run.data, tokenizer=tokenizer))
     require(bool(run.data.name), f"preset {preset!r} has no data of its own: give it with --data")
-    run = in_tokens_of_init(run)
+    chosen = {setting.partition("=")[0].strip() for setting in settings or []}
     folder = out or Path("runs") / preset
     started_before = (folder / "run.json").exists()
     held = [path.name for path in run_files(folder) if path.exists()]
@@ -206,27 +210,35 @@ def train(
     require(resume or overwrite or not held, kept)
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
     require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
-    chosen = {setting.partition("=")[0].strip() for setting in settings or []}
+    require(init != "", "--init '': expected a model folder, or the name of a model that comes with vmd")
+    run = begun_from(run, folder, resume, chosen)
     train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
 
 
-def in_tokens_of_init(run: RunConfig) -> RunConfig:
-    """Text is read in the tokens of the model to start from, unless a tokenizer is given."""
+def begun_from(run: RunConfig, folder: Path, resume: bool, chosen: set[str]) -> RunConfig:
+    """A run that starts from a trained model has its sizes, where the user gave none; one that goes on has its own."""
     from dataclasses import replace
 
-    if not run.training.init or run.data.tokenizer:
+    from vmd.model import SAME_NETWORK, VMD, model_folder
+
+    init = run.training.init or (str(saved(folder, "training").get("init") or "") if resume else "")
+    if not init:
         return run
-    from vmd.data import is_text
-    from vmd.model import model_folder
+    if resume:
+        sizes = saved(folder, "model")
+    else:
+        itself = model_folder(init).resolve() == folder.resolve()
+        require(not itself, f"--init {init}: expected another folder than --out, which is written anew")
+        sizes = to_dict(VMD.from_pretrained(init).config)
+    fields = [
+        field for field in (*SAME_NETWORK, "length", "block_size") if field in sizes and f"model.{field}" not in chosen
+    ]
+    model = replace(run.model, **{field: sizes[field] for field in fields})
+    return replace(run, model=model, training=replace(run.training, init=init))
 
-    path = model_folder(run.training.init) / TOKENIZER_FILE
-    if not is_text(run.data.name) or not path.is_file():
-        return run
-    return replace(run, data=replace(run.data, tokenizer=str(path)))
 
-
-def open_data(run: RunConfig, split: str) -> Any:
-    """The data of a run; text that is not prepared yet is, with a bar of its own."""
+def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
+    """The data of a run, of text in the tokens of a model, if given. What is not prepared yet is, with a bar of its own."""
     from vmd.data import load_data
     from vmd.progress import progress_bar
 
@@ -245,7 +257,7 @@ def open_data(run: RunConfig, split: str) -> Any:
             about.name,
             run.training.seed,
             length=run.model.length,
-            tokenizer=about.tokenizer,
+            tokenizer=about.tokenizer or tokenizer or "",
             documents=about.documents,
             split=split,
             on_progress=on_progress,
@@ -270,18 +282,23 @@ def train_run(
     from dataclasses import replace
 
     from vmd.boards import BOARD_FOLDER, Board
-    from vmd.data import TextData
+    from vmd.data import TextData, is_text
     from vmd.data.arrays import parse_positions
     from vmd.diagnostics import advice
     from vmd.distributed import by_the_first, one_after_the_first, rank, world_size
     from vmd.evaluation import diagnose_model
     from vmd.files import claimed, make_folder, remove_together, write_atomically
-    from vmd.model import VMD
+    from vmd.model import VMD, model_folder, start_from
     from vmd.progress import progress_bar
-    from vmd.training import begin_with, check_attention, check_precision, fast_settings, train
+    from vmd.training import check_attention, check_precision, fast_settings, freeze, train
 
+    tokens = None
+    if run.training.init:  # of a run that goes on: its own
+        tokens = model_tokenizer(folder if resume else model_folder(run.training.init)) if is_text(run.data.name) else None
     with one_after_the_first():  # who prepares the data for all
-        data = open_data(run, "train")
+        data = open_data(run, "train", tokens)
+    same = tokens is None or data.tokenizer.to_dict() == tokens.to_dict()
+    require(same, f"{run.data.name}: text in other tokens than those of {run.training.init}: expected the same tokenizer")
     run = replace(
         run, model=run.model.resolved(data.length, data.vocab_size, data.symbols if data.vocab_size <= 1024 else ())
     )
@@ -296,7 +313,9 @@ def train_run(
     run.objective.check(run.model)
     model = VMD(run.model, seed=run.training.seed).to(device)
     if run.training.init and not resume:
-        begin_with(model, run.training)  # which fails, if it does, before anything is written
+        start_from(model, run.training.init)  # which fails, if it does, before anything is written
+    if run.training.freeze:
+        freeze(VMD(run.model), run.training)
     boards: list[Board] = []
 
     def begin() -> None:

@@ -297,7 +297,7 @@ class TrainingConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # of several processes: each has all weights, or a share of each weight
     # A trained model to start from, by its folder or, of those that come with vmd, its name. Parts that it has not are new.
     init: str = ""
-    freeze: bool = False  # with init: what comes from there stays as it is, and only the new parts learn
+    freeze: bool = False  # the network stays as it is, and only the latent's parts, or the draft head, learn
     seed: int = 0
     log_every: int = 50
     checkpoint_every: int = 500
@@ -315,9 +315,7 @@ class TrainingConfig:
             f"training.learning_rate={self.learning_rate}: expected a positive number up to 1e30",
         )
         require(0 <= self.ema < 1, f"training.ema={self.ema}: expected a decay in [0, 1)")
-        require(
-            bool(self.init) or not self.freeze, "training.freeze=true: expected with training.init, a model to start from"
-        )
+        require(isinstance(self.init, str), f"training.init={self.init!r}: expected the path of a folder as text, or a name")
 
 
 @dataclass(frozen=True)

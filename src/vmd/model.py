@@ -191,7 +191,7 @@ class VMD(nn.Module):
         counts = {"backbone": 0, "pathway": 0, "encoder": 0, "prior": 0}
         homes = {"encoder": "encoder", "prior_network": "prior"}
         for name, parameter in self.named_parameters():
-            part = "pathway" if any(at in name for at in ("pathway.", ".modulation.", ".draft.")) else "backbone"
+            part = "backbone" if of_backbone(name) else "pathway"
             counts[homes.get(name.split(".")[0], part)] += parameter.numel()
         return counts
 
@@ -426,26 +426,37 @@ REACH = 256  # recorded passes read keys in multiples of this
 SAME_NETWORK = ("vocab_size", "layers", "width", "heads", "mlp_ratio", "rotary", "shifted", "board")
 
 
-def start_from(model: VMD, source: str) -> list[str]:
-    """Copy the weights of a trained model, whose network must be alike: the names of those that it has.
+def of_backbone(name: str) -> bool:
+    """Whether a parameter is of the network that all have: not of a latent or a draft head."""
+    parts = ("pathway.", ".modulation.", ".draft.")
+    return name.startswith("decoder.") and not any(part in name for part in parts)
 
-    A latent or a draft head that only one of the two has is no hindrance: the parts of all others are the same.
+
+def start_from(model: VMD, source: str) -> str:
+    """Copy the weights of a trained model, whose network must be alike; what was copied, in words.
+
+    The parts of a latent or a draft head come along if both have the same; else this model's are new.
     """
     other = VMD.from_pretrained(source)
+    mine, theirs = model.config, other.config
     for field in SAME_NETWORK:
-        mine, theirs = getattr(model.config, field), getattr(other.config, field)
-        require(mine == theirs, f"{source}: a model with model.{field}={theirs}: expected {mine} to start from it")
-    named = model.config.symbols and other.config.symbols
-    alike = not named or model.config.symbols == other.config.symbols
+        ours, wanted = getattr(mine, field), getattr(theirs, field)
+        require(ours == wanted, f"model.{field}={ours}: expected {wanted} to start from {source}, which has that")
+    alike = not mine.symbols or not theirs.symbols or mine.symbols == theirs.symbols
     require(alike, f"{source}: a model of other symbols: expected those of the data, or data in its tokens")
-    own, taken = model.state_dict(), {}
-    for name, tensor in other.state_dict().items():
-        if name in own:
-            shape, want = tuple(tensor.shape), tuple(own[name].shape)
-            require(shape == want, f"{source}: {name} has shape {shape}: expected {want} to start from it")
-            taken[name] = tensor
+    same_z = (mine.latent, mine.draft) == (theirs.latent, theirs.draft)
+    own, there = model.state_dict(), other.state_dict()
+    taken = {name: tensor for name, tensor in there.items() if name in own and (same_z or of_backbone(name))}
+    for name, tensor in taken.items():
+        shape, want = tuple(tensor.shape), tuple(own[name].shape)
+        require(shape == want, f"{source}: {name} has shape {shape}: expected {want} to start from it")
     model.load_state_dict(taken, strict=False)
-    return list(taken)
+    told = f"{len(taken)} tensors of {source}"
+    for what, names in (("new", own.keys() - taken.keys()), ("left out", there.keys() - taken.keys())):
+        parts = sorted({".".join(name.split(".")[:2]) for name in names})
+        told += f"; {what}: {', '.join(parts)}" if parts else ""
+    changed = mine.block_size != theirs.block_size
+    return told + (f"; blocks of {mine.block_size} in the place of {theirs.block_size}" if changed else "")
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:

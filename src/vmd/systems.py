@@ -50,8 +50,8 @@ def signature(run: RunConfig) -> str:
     return json.dumps(to_dict(run), sort_keys=True)
 
 
-# Fields of training that decide how fast a result comes, and nothing else about it.
-SPEED = ("compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every")
+# Fields of training that decide how fast a result comes, or where a folder is, and nothing else about it.
+SPEED = ("init", "compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every")
 
 
 def is_of(saved: str, run: RunConfig) -> bool:

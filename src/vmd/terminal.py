@@ -29,11 +29,12 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     require_choice("--split", split, ("all", *SPLITS))
     if split == "all":
         return ArrayData(text_rows(name, tokenizer, model.config.length), name)
+    began_elsewhere = bool(saved(folder, "training").get("init")) and not trained.get("tokenizer")
     found: Any = load_data(
         name,
         length=model.config.length,
         split=split,
-        tokenizer=str(trained.get("tokenizer") or ""),
+        tokenizer=tokenizer if began_elsewhere else str(trained.get("tokenizer") or ""),
         documents=bool(trained.get("documents")),
     )
     same_ids = found.tokenizer.to_dict() == tokenizer.to_dict()

@@ -28,7 +28,7 @@ from vmd.model import VMD, WEIGHTS_FILE
 from vmd.presets import preset
 from vmd.progress import progress_bar
 from vmd.sampling import RULES
-from vmd.systems import chosen_names, collect, goes_on, read_done, run_systems, training_seconds, write_results
+from vmd.systems import chosen_names, collect, goes_on, is_of, read_done, run_systems, training_seconds, write_results
 from vmd.text_quality import Quality, judged_bits, text_quality, words_of
 from vmd.training import check_attention, check_precision, fast_settings, precision, train
 
@@ -403,6 +403,7 @@ def reproduce_text(
         except InvalidInput as error:
             raise InvalidInput(f"{name}: {error}") from None
     require_same_text(out, done, source, budget.length, table)
+    require_same_base(systems, runs, done, out)
     make_folder(out)
     x0 = tested.in_order(0, min(budget.rows, len(tested))).long().to(device)
     reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
@@ -422,6 +423,8 @@ def reproduce_text(
         if sampled:
             rows += sample_rows(model, run, tested, reference, known_words, budget.draws, folder_of(out, system))
         about["measuring_seconds"] = time.perf_counter() - started
+        if system.added_to:
+            about["base"] = done[system.added_to]["signature"]
         return about | {"table": table, "rows": [{"system": name} | row for row in rows]}
 
     run_systems(runs, done, out, command, device, run_system)
@@ -432,6 +435,16 @@ def reproduce_text(
     if budget.draws:
         results["test_text"] = known(text_quality(reference, reference, words()))
     return write_results(results, out)
+
+
+def require_same_base(systems: dict[str, System], runs: dict[str, RunConfig], done: dict[str, dict], out: Path) -> None:
+    """A system that began with another must not outlive its change."""
+    for name, part in done.items():
+        if name in systems and (base := systems[name].added_to):
+            now = part.get("base", "null")
+            same = is_of(now, runs[base]) if base in runs else base in done and now == done[base]["signature"]
+            folder = folder_of(out, systems[name])
+            require(same, f"{name} began with another {base!r}: remove {folder} and {out / 'partial.json'} to train it anew")
 
 
 def judge_all(

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from vmd.attention import attention_by, whole_fits
-from vmd.checkpoints import checkpoint_files, load_newest_checkpoint, save_checkpoint
+from vmd.checkpoints import checkpoint_files, learning, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset, Puzzles
 from vmd.data.arrays import parse_positions
@@ -45,7 +45,7 @@ from vmd.ensemble import Ensemble
 from vmd.files import claimed, make_folder, read_text, write_atomically
 from vmd.flops import forward_flops
 from vmd.masking import Masks, Rows, draw_masks, draw_steps
-from vmd.model import VMD, start_from
+from vmd.model import VMD, of_backbone, start_from
 from vmd.objective import Loss
 from vmd.optimizers import Optimizers, make_optimizer
 
@@ -437,21 +437,25 @@ def train(
     check_attention(training, model.config)
     rows = my_rows(training.batch_size) if world_size() > 1 else None
     leads = rank() == 0  # one process writes what all have done
-    if training.init and (training.freeze or not resume or not checkpoint_files(Path(out or ""))):
-        begin_with(model, training, on_note)
-    network = parallel(model, training.parallel, compiled=training.compile)
-    optimizer = make_optimizer(model, training)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    average = {name: p.detach().clone() for name, p in parameters.items()} if training.ema else None
-    weights = torch.tensor(objective.kl_weight, device=device) if kl_weights is None else kl_weights.to(device)
-    if isinstance(model, Ensemble) and weights.dim() == 0:
-        weights = weights.expand(len(model))
-    generator = torch.Generator(device)
-    take_step = Step(model, config, optimizer, average, network)
-    splits = training.split_codes_every if model.config.latent.coded else 0
+    learned = [(p, p.requires_grad) for p in model.parameters()]
 
     with ExitStack() as stack:
-        stack.callback(model.requires_grad_, True)
+        stack.callback(lambda: [p.requires_grad_(flag) for p, flag in learned])
+        if training.init and not (resume and checkpoint_files(Path(out or ""))):
+            require(isinstance(model, VMD), f"training.init={training.init}: expected none in an ensemble")
+            on_note(start_from(model, training.init))  # type: ignore[arg-type]
+        if training.freeze:
+            freeze(model, training)
+        network = parallel(model, training.parallel, compiled=training.compile)
+        optimizer = make_optimizer(model, training)
+        parameters = dict(model.named_parameters())
+        average = {name: p.detach().clone() for name, p in learning(parameters).items()} if training.ema else None
+        weights = torch.tensor(objective.kl_weight, device=device) if kl_weights is None else kl_weights.to(device)
+        if isinstance(model, Ensemble) and weights.dim() == 0:
+            weights = weights.expand(len(model))
+        generator = torch.Generator(device)
+        take_step = Step(model, config, optimizer, average, network)
+        splits = training.split_codes_every if model.config.latent.coded else 0
         first, log = 0, []
         if out is not None:
             by_the_first(lambda: take_folder(out, resume, stack))
@@ -528,42 +532,31 @@ def train(
                 raise Stopped(done, stopped_by)
         if average is not None:
             with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(average[name])
+                for name, mean in average.items():
+                    parameters[name].copy_(mean)
         forget_whole_weights(model)
         model.eval()
         if out is not None and isinstance(model, VMD):
-            weights_now = {name: full(p) for name, p in model.named_parameters()}
+            weights_now = {name: full(p) for name, p in parameters.items()}
             if leads:
                 model.save_pretrained(out, weights_now)
     return log
 
 
-def begin_with(model: VMD | Ensemble, training: TrainingConfig, on_note: Callable[[str], None] = lambda text: None) -> None:
-    """The weights of another model, which may be frozen."""
-    if not isinstance(model, VMD):
-        raise InvalidInput(f"training.init={training.init}: expected none in an ensemble")
-    require(
-        not training.freeze or training.parallel == "ddp" or world_size() == 1,
-        "training.freeze=true: expected training.parallel=ddp",
-    )
-    taken = set(start_from(model, training.init))
-    new = [name for name, _ in model.named_parameters() if name not in taken]
-    parts = sorted({".".join(name.split(".")[:2]) for name in new})
-    told = f"; new: {', '.join(parts)} ({len(new)})" if new else ""
-    on_note(f"{len(taken)} tensors of {training.init}{', frozen' if training.freeze else ''}{told}")
-    if training.freeze:
-        require(
-            bool(new), f"training.freeze=true: expected a part that {training.init} has not, such as codes or a draft head"
-        )
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in taken)
+def freeze(model: VMD | Ensemble, training: TrainingConfig) -> None:
+    """All but the parts of a latent or a draft head."""
+    whole = training.parallel == "ddp" or world_size() == 1
+    require(isinstance(model, VMD) and whole, "training.freeze=true: expected one model, and training.parallel=ddp")
+    parts = [name for name, _ in model.named_parameters() if not of_backbone(name)]
+    require(bool(parts), "training.freeze=true: expected a model with a latent or a draft head, which would learn")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and not of_backbone(name))
 
 
 @contextmanager
 def averaged(parameters: dict[str, nn.Parameter], average: dict[str, Tensor] | None) -> Iterator[None]:
     """The model has its averaged weights inside, if there are any."""
-    own = {name: p.detach().clone() for name, p in parameters.items()} if average else {}
+    own = {name: parameters[name].detach().clone() for name in average or {}}
     with torch.no_grad():
         for name in own:
             parameters[name].copy_(average[name])  # type: ignore[index]

@@ -10,7 +10,7 @@ from vmd.config import require
 from vmd.data.arrays import ArrayData, load_array
 from vmd.data.sudoku import SudokuData, load_puzzles
 from vmd.data.synthetic import LAWS, Law, law
-from vmd.data.text import OnProgress, TextData, prepared_text
+from vmd.data.text import OnProgress, TextData, Tokenizer, prepared_text
 from vmd.masking import Rows
 
 
@@ -40,7 +40,7 @@ def load_data(
     seed: int = 0,
     *,
     length: int = 0,
-    tokenizer: str = "",
+    tokenizer: str | Tokenizer = "",
     documents: bool = False,
     split: str = "train",
     on_progress: OnProgress = lambda done, total: None,

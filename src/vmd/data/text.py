@@ -628,19 +628,22 @@ def cache_folder() -> Path:
 
 
 def prepared_text(
-    name: str, tokenizer: str, *, documents: bool = False, on_progress: OnProgress = lambda done, total: None
+    name: str, tokenizer: str | Tokenizer, *, documents: bool = False, on_progress: OnProgress = lambda done, total: None
 ) -> Path:
     """The folder of a text by its name or path, prepared at the first call and kept in the cache of this machine.
 
-    A file called text8 or text8-70M is checked to be that.
+    A file called text8 or text8-70M is checked to be that, if characters are asked for.
     """
     cache, source = cache_folder(), Path(name)
+    if isinstance(tokenizer, str) and tokenizer not in ("char", "byte"):
+        tokenizer = load_tokenizer(tokenizer)
+    what = tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer.to_dict())
+    letters = what in ("char", json.dumps(CharTokenizer(TEXT8_ALPHABET).to_dict()))
     if name == "text8" and not source.exists():
         return text8(cache=cache, on_progress=on_progress)
-    plain = source.is_file() and not documents and tokenizer == "char"
-    if plain and source.name.split(".")[0] in TEXT8_KINDS:
+    if letters and source.is_file() and not documents and source.name.split(".")[0] in TEXT8_KINDS:
         return text8(source, cache=cache, on_progress=on_progress)
-    asked = json.dumps([str(source.resolve()), str(tokenizer), documents])
+    asked = json.dumps([str(source.resolve()), what, documents])
     place = f"{source.resolve().name.split('.')[0]}-{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
     return prepare_text(source, tokenizer, cache / place, documents=documents, on_progress=on_progress)
 
