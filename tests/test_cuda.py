@@ -356,3 +356,28 @@ def test_one_process_of_a_group_trains_as_a_process_alone(tmp_path):
                 dist.destroy_process_group()
     assert logs[0] == pytest.approx(logs[1], rel=1e-3)
     assert logs[0] == pytest.approx(logs[2], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "settings", ["model.latent.kind=categorical model.latent.codes=8", "model.latent.kind=none model.draft=32"]
+)
+@pytest.mark.parametrize("way", ["training.compile=false", "training.compile=true"])
+def test_a_recorded_step_leaves_a_frozen_network_alone(settings, way, tmp_path):
+    """In bf16 with the kernels; what is left to learn does as in the plain path."""
+    added = settings.split()
+    if "model.draft=32" in added:
+        added += ["objective.masking=steps", "objective.steps=1,4"]
+    plain = text_like("model.latent.kind=none")
+    train(VMD(plain.model).cuda(), RandomTokens(128, 11), plain, out=tmp_path / "plain")
+    begun = [f"training.init={tmp_path / 'plain'}", "training.freeze=true", *added]
+    fast = ["training.capture=true", "training.precision=bf16", "training.attention=fused", way]
+    logs, models = [], []
+    for more in ([], fast):
+        run = text_like(*begun, *more)
+        models.append(VMD(run.model).cuda())
+        logs.append([record["total"] for record in train(models[-1], RandomTokens(128, 11), run)])
+    assert logs[0] == pytest.approx(logs[1], rel=0.02)
+    before, after = VMD.from_pretrained(tmp_path / "plain").state_dict(), models[1].state_dict()
+    assert all(torch.equal(after[name].cpu(), tensor) for name, tensor in before.items())
+    fresh = VMD(models[1].config).state_dict()
+    assert any(not torch.equal(after[name].cpu(), tensor) for name, tensor in fresh.items() if name not in before)
