@@ -351,13 +351,18 @@ def draw_scan(results: dict, path: Path) -> Path:
     left.set_ylabel("certified bits per character")
     figure.suptitle(f"validation text of {results['data']}, one seed", fontsize=10)
     bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
+    vocabulary = max((run["model"]["vocab_size"] for run in results["configurations"].values()), default=2)
+    worst = math.log2(vocabulary)  # of tokens drawn blindly; what is beyond is written at the edge
     for order, (steps, marker) in enumerate(((1, "o"), (2, "s"), (0, "^"))):
-        found = [(name, steps or results["systems"][name]["block"]) for name in groups]
-        values = [bits.get(key, math.nan) for key in found]
+        found = [bits.get((name, steps or results["systems"][name]["block"]), math.nan) for name in groups]
+        inside = [value if value <= worst else math.nan for value in found]
         label = f"N = {steps}" if steps else "N = r"
-        right.plot(
-            values, [-line for line in range(len(groups))], marker, markersize=5, color=colour(6 + order), label=label
-        )
+        heights = range(0, -len(groups), -1)
+        right.plot(inside, heights, marker, markersize=5, color=colour(6 + order), label=label)
+        for value, height in zip(found, heights, strict=True):
+            if value > worst:
+                place = {"xy": (1 - 0.09 * (2 - order), height), "xycoords": ("axes fraction", "data")}
+                right.annotate(f"{value:.1f} \u2192", **place, ha="right", va="center", fontsize=7, color=colour(6 + order))
     heads = [name for name in groups if not any(name.startswith(f"{other}, ") for other in groups)]
     for name in heads[1:]:
         right.axhline(0.5 - groups.index(name), color=INK, linewidth=0.6)
