@@ -68,6 +68,7 @@ SYSTEMS = (
     System("Gaussian, learned prior, r = 4", "text-gaussian", 4, LEARNED_Z),
     System("BD3-LM, r = 8", "text-mdm", 8),
     System("codes, r = 8", "text", 8),
+    System("codes for one step, r = 8", "text", 8, ONE_STEP),
     System("draft for one step, r = 8", "text-draft", 8, ONE_STEP),
     System("the paper's VMD, r = 8", "text-gaussian", 8, PAPER_Z),
     System("codes, r = 16", "text", 16),
@@ -116,6 +117,7 @@ SCAN = (
     # What is trained: as often as BD3-LM, or more often, on blocks that are masked whole.
     *(variant(system, name, *how) for system in (BLIND, CODES_64) for name, how in TRAINED_OTHERWISE.items()),
     *(variant(coded(64, block), "half whole", *TRAINED_OTHERWISE["half whole"]) for block in (8, 16)),
+    variant(coded(64, 8), "for one step", *ONE_STEP),
     # What else may make tokens agree. Half of a draft head's training is on blocks that are masked whole.
     variant(CODES_64, "a chain", "model.latent.kind=chain"),
     variant(coded(64, 8), "a chain", "model.latent.kind=chain"),
