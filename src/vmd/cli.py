@@ -86,7 +86,8 @@ def reproduce(
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/NAME]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the groups of models that a stopped run finished.")] = False,
     only: Annotated[
-        list[str] | None, typer.Option(help="Of sudoku and text: run this system now, as its row is called. Repeatable.")
+        list[str] | None,
+        typer.Option(help="Of sudoku, text and text-scan: run this system now, as its row is called. Repeatable."),
     ] = None,
     data: Annotated[
         str | None,
@@ -142,8 +143,8 @@ def reproduce(
         for picture in [folder / "table.md", *draw_figures(folder)]:
             say(f"{'every row' if picture.suffix == '.md' else 'picture'}: {picture}")
         return
-    require(data is None, f"--data {data}: expected with sudoku or text")
-    require(not only, "--only: expected with sudoku or text")
+    require(data is None, f"--data {data}: expected with sudoku, text or text-scan")
+    require(not only, "--only: expected with sudoku, text or text-scan")
     results = reproduce(
         name,
         out=folder,
@@ -211,11 +212,11 @@ def train(
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
     require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
     require(init != "", "--init '': expected a model folder, or the name of a model that comes with vmd")
-    run = begun_from(run, folder, resume, chosen)
+    run = sized_as_it_began(run, folder, resume, chosen)
     train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
 
 
-def begun_from(run: RunConfig, folder: Path, resume: bool, chosen: set[str]) -> RunConfig:
+def sized_as_it_began(run: RunConfig, folder: Path, resume: bool, chosen: set[str]) -> RunConfig:
     """A run that starts from a trained model has its sizes, where the user gave none; one that goes on has its own."""
     from dataclasses import replace
 
@@ -293,8 +294,8 @@ def train_run(
     from vmd.training import check_attention, check_precision, fast_settings, freeze, train
 
     tokens = None
-    if run.training.init:  # of a run that goes on: its own
-        tokens = model_tokenizer(folder if resume else model_folder(run.training.init)) if is_text(run.data.name) else None
+    if run.training.init and is_text(run.data.name):  # of a run that goes on: its own
+        tokens = model_tokenizer(folder if resume else model_folder(run.training.init))
     with one_after_the_first():  # who prepares the data for all
         data = open_data(run, "train", tokens)
     same = tokens is None or data.tokenizer.to_dict() == tokens.to_dict()

@@ -349,7 +349,7 @@ def draw_scan(results: dict, path: Path) -> Path:
     left.minorticks_off()
     left.set_xlabel("codes")
     left.set_ylabel("certified bits per character")
-    figure.suptitle(f"validation text of {results['data']}, one seed", fontsize=10)
+    figure.suptitle(f"validation text of {results['data']}, one seed a row", fontsize=10)
     bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
     vocabulary = max((run["model"]["vocab_size"] for run in results["configurations"].values()), default=2)
     worst = math.log2(vocabulary)  # of tokens drawn blindly; what is beyond is written at the edge

@@ -51,14 +51,14 @@ def signature(run: RunConfig) -> str:
 
 
 # Fields of training that decide how fast a result comes, or where a folder is, and nothing else about it.
-SPEED = ("init", "compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every")
+NO_PART_OF_IT = ("init", "compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every")
 
 
 def is_of(saved: str, run: RunConfig) -> bool:
     """Whether a signature is this run's, be it from before some fields were there, or of one that was computed otherwise."""
 
     def what_counts(settings: dict) -> dict:
-        training = {name: value for name, value in settings.get("training", {}).items() if name not in SPEED}
+        training = {name: value for name, value in settings.get("training", {}).items() if name not in NO_PART_OF_IT}
         return settings | {"training": training}
 
     return what_counts(with_new_fields(json.loads(saved))) == what_counts(to_dict(run))

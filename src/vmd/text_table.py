@@ -96,6 +96,7 @@ def variant(system: System, name: str, *settings: str, **more: Any) -> System:
 BLIND, CODES_64 = System("no latent, r = 4", "text-mdm", 4), coded(64, 4)
 GAUSSIAN_Z = System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z)
 DRAFT = System("draft, r = 4", "text-draft", 4)
+CODES_ADDED = replace(CODES_64, name="64 codes added, r = 4", added_to=BLIND.name)
 TRAINED_OTHERWISE = {
     "a quarter whole": ("objective.whole=0.25",),
     "half whole": ("objective.whole=0.5",),
@@ -127,10 +128,8 @@ SCAN = (
     variant(DRAFT, "for one step", *ONE_STEP),
     System("draft, r = 8", "text-draft", 8),
     # What a trained model without a latent gains by a part that is added to it.
-    replace(CODES_64, name="64 codes added, r = 4", added_to=BLIND.name),
-    replace(
-        variant(CODES_64, "half whole", "objective.whole=0.5"), name="64 codes added, r = 4, half whole", added_to=BLIND.name
-    ),
+    CODES_ADDED,
+    variant(CODES_ADDED, "half whole", *TRAINED_OTHERWISE["half whole"]),
     replace(DRAFT, name="draft added, r = 4", added_to=BLIND.name),
     # Longer training.
     *(
@@ -234,7 +233,7 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     return run
 
 
-def begun_from(run: RunConfig, system: System, chosen: list[str], out: Path) -> RunConfig:
+def with_frozen_base(run: RunConfig, system: System, chosen: list[str], out: Path) -> RunConfig:
     """With the weights of another system of the table, frozen."""
     folder = folder_of(out, system)
     there = system.name in chosen or (folder / WEIGHTS_FILE).is_file()
@@ -401,7 +400,7 @@ def reproduce_text(
         try:
             runs[name] = planned(systems[name], budget, source, overrides or [], trained, device)
             if systems[name].added_to:
-                runs[name] = begun_from(runs[name], systems[systems[name].added_to], chosen, out)
+                runs[name] = with_frozen_base(runs[name], systems[systems[name].added_to], chosen, out)
         except InvalidInput as error:
             raise InvalidInput(f"{name}: {error}") from None
     require_same_text(out, done, source, budget.length, table)
