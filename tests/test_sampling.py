@@ -842,12 +842,24 @@ def test_no_noise_on_the_order_changes_nothing(revise):
 @pytest.mark.parametrize("order", ["prob", "margin", "entropy"])
 @pytest.mark.parametrize("noise", [0.05, 0.5])
 def test_with_gumbel_noise_the_first_position_is_drawn_by_its_confidence(order, noise):
-    """The largest of confidence + noise * Gumbel is position i in proportion to exp(confidence_i / noise)."""
+    """The largest of confidence + noise * Gumbel is position i in proportion to exp(confidence_i / noise); for prob, log p is
+    the confidence. At the first of four steps three quarters of the noise are there."""
     options = {"steps": 4, "order": order, "order_noise": noise, "trace": True, "generator": seeded()}
     first = sample(FixedLogits(LOGITS), gaps(8_000, 4), **options).trace[0].revealed.long().argmax(-1)
-    law_of_first = (confidence(LOGITS.exp(), order) / noise).softmax(-1)
+    sure = confidence(LOGITS.exp(), order)
+    law_of_first = ((sure.log() if order == "prob" else sure) / (0.75 * noise)).softmax(-1)
     assert chi_square_p(torch.bincount(first, minlength=4), law_of_first) > 1e-4
     assert float(law_of_first.max() - law_of_first.min()) > 0.05  # not uniform
+
+
+def test_noise_on_the_order_falls_with_the_steps_to_come():
+    """Revising, a step weighs all tokens again. The third of four masks one: the least sure, with a quarter of the noise."""
+    options = {"steps": 4, "order": "prob", "rule": "argmax", "order_noise": 0.5, "revise": True, "trace": True}
+    trace = sample(FixedLogits(LOGITS), gaps(8_000, 4), generator=seeded(), **options).trace
+    masked = (trace[2].canvas == LOGITS.shape[1]).long().argmax(-1)
+    gumbel = -(-torch.rand(200_000, 4, generator=seeded(1)).double().log()).log()
+    least = (LOGITS.exp().amax(-1).log() + 0.5 * 0.25 * gumbel).argmin(-1)
+    assert chi_square_p(torch.bincount(masked, minlength=4), torch.bincount(least, minlength=4) / len(least)) > 1e-4
 
 
 def test_very_noisy_orders_are_uniform():

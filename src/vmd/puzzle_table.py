@@ -329,7 +329,8 @@ def measure(system: System, model: VMD, sets: dict, budget: Budget) -> list[dict
             other += [{"order": o, "steps": most, "z": z} for o in ("prob", "margin") for z in ("fresh", "likeliest")]
         if system.preset == "sudoku-gpt2" and kind == "logic":
             many = min(50, model.config.block_size)
-            main += [{"order": o, "steps": many, "order_noise": 0.5} for o in ("prob", "margin")]  # Kim et al. 2025
+            noisy = {"steps": many, "order_noise": 0.5, "revise": True}  # Ye et al. 2025, Kim et al. 2025
+            main += [{"order": o, **noisy} for o in ("prob", "margin")]
         rows += accuracy_rows(model, tested, kind, main, n)
         rows += accuracy_rows(model, tested, kind, other, min(n, budget.fewer))
         if in_place:

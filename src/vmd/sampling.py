@@ -209,7 +209,6 @@ class Rule(NamedTuple):
     temperature: float
     top_p: float
     revise: bool
-    order_noise: float = 0.0
     summed: bool = False  # confidences are those of all codes together
 
 
@@ -220,7 +219,7 @@ class Inputs(NamedTuple):
     uniforms: Tensor | None  # (B, r): of the tokens, if they are drawn
     random_order: Tensor | None  # (B, r): scores of positions, if the order is random
     quota: Tensor  # (B,): how many positions it reveals
-    doubt: Tensor | None = None  # (B, r): uniforms of the noise on the order, if there is any
+    doubt: Tensor | None = None  # (B, r): noise on the order, if there is any
 
 
 class Desk:
@@ -334,16 +333,21 @@ def choose(
     elif probabilities is not None:
         score = confidence_in(probabilities, tokens, how.order)
     assert score is not None
-    gumbel = 0.0 if doubt is None else -how.order_noise * (-doubt.log()).log()
+
+    def doubted(score: Tensor) -> Tensor:
+        if doubt is None:
+            return score
+        return doubt + (score.clamp(min=1e-300).log() if how.order == "prob" else score)
+
     guess = torch.where(masked, tokens, before)
     if how.revise and probabilities is not None:
         written = confidence_in(probabilities, torch.where(masked, 0, before), how.order)
-        score = (torch.where(masked, score, written) + gumbel).masked_fill(given, -torch.inf)
+        score = doubted(torch.where(masked, score, written)).masked_fill(given, -torch.inf)
         kept = first_by(score, quota) & ~given
         stays = torch.where(given | (kept & ~masked), before, mask_id)
         revealed = kept & masked
     else:
-        score = (score + gumbel).masked_fill(~masked, -torch.inf)
+        score = doubted(score).masked_fill(~masked, -torch.inf)
         revealed, stays = masked & first_by(score, quota), before
     after = torch.where(revealed, tokens, stays) if write is None else write(stays, revealed, draw)
     guess = torch.where(revealed, after, guess)
@@ -381,7 +385,8 @@ def sample(
     z: drawn once per block (the paper's), fresh for every step, or at every step the likeliest of its prior.
     revise: a step keeps the surest of all tokens of the block so far, and masks again what an earlier one wrote and the
         model has come to doubt (as in Ye et al. 2025). Such samples have no certified likelihood.
-    order_noise: this much Gumbel noise is added to the confidences, so that the order is not greedy (Kim et al. 2025: 0.5).
+    order_noise: Gumbel noise on the confidences (log p for prob), this much times the share of steps that are still to come,
+        so that the order is greedy only in the end (Ye et al. 2025 and Kim et al. 2025: 0.5, revising).
     cache: keep keys and values of finished blocks; off, every evaluation runs over the whole prefix again.
     generator or seeds: with one seed per row, a row's result does not depend on the rest of its batch.
     trace and on_step: keep a record of every step, or be told of it as it is made.
@@ -404,7 +409,7 @@ def sample(
     require(not revise or order != "random", "revise: expected order prob, margin or entropy: what to doubt is not random")
     require(0 <= order_noise < float("inf"), f"order_noise={order_noise}: expected a number of at least 0")
     require(not order_noise or order != "random", f"order_noise={order_noise}: expected 0 with order random")
-    how = Rule(order, rule, temperature, top_p, revise, order_noise, sums_codes(config, order, rule, steps))
+    how = Rule(order, rule, temperature, top_p, revise, sums_codes(config, order, rule, steps))
     gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
     has_gaps = gaps.any(0).tolist()  # for all blocks at once: it waits for the device
     nfe, cache_passes, steps_taken = 0, 0, []
@@ -416,7 +421,10 @@ def sample(
             z_noise = z_noise[..., :0].expand(-1, steps, -1)
         token_uniforms = noise.uniform(steps, r)
         random_order = noise.uniform(r)
-        doubts = noise.uniform(steps, r) if order_noise else None
+        doubts = None
+        if order_noise:
+            to_come = 1 - torch.arange(1, steps + 1, device=prompt.device) / steps
+            doubts = -order_noise * to_come.unsqueeze(-1) * (-noise.uniform(steps, r).log()).log()
         desk.go_to(block)
         if not has_gaps[block] and z_noise is not None:
             desk.predictor.draw(desk.canvas, block, desk.latents, z_noise[:, -1])

@@ -297,7 +297,7 @@ def sudoku_kinds(results: dict) -> Table:
     for r in rows:
         s = r["setting"]
         special = "revising" if s.get("revise") else "" if s["z"] == "once" else f"z {s['z']} at every step"
-        special += f"noise {s['order_noise']:g} on the order" if s.get("order_noise") else ""
+        special += f"{', ' if special else ''}noise {s['order_noise']:g} on the order" if s.get("order_noise") else ""
         if s["data"] != "logic" or special:
             lines.append([r["system"], s["data"], f"{s['n']:,}", s["order"], str(s["nfe"]), special, percent(r)])
     return ["system", "puzzles", "n", "order", "NFE", "", "solved"], lines
