@@ -842,8 +842,8 @@ def test_no_noise_on_the_order_changes_nothing(revise):
 @pytest.mark.parametrize("order", ["prob", "margin", "entropy"])
 @pytest.mark.parametrize("noise", [0.05, 0.5])
 def test_with_gumbel_noise_the_first_position_is_drawn_by_its_confidence(order, noise):
-    """The largest of confidence + noise * Gumbel is position i in proportion to exp(confidence_i / noise); for prob, log p is
-    the confidence. At the first of four steps three quarters of the noise are there."""
+    """The largest of confidence + noise * Gumbel is position i in proportion to exp(confidence_i / noise). For prob, log p
+    is the confidence. At the first of four steps three quarters of the noise are there."""
     options = {"steps": 4, "order": order, "order_noise": noise, "trace": True, "generator": seeded()}
     first = sample(FixedLogits(LOGITS), gaps(8_000, 4), **options).trace[0].revealed.long().argmax(-1)
     sure = confidence(LOGITS.exp(), order)

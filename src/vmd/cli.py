@@ -390,7 +390,7 @@ def sample(
         bool, typer.Option("--revise", help="A step may mask again what an earlier one wrote, where the model has doubts.")
     ] = False,
     order_noise: Annotated[
-        float, typer.Option(help="Gumbel noise on the confidences, less with every step, so that the order is not greedy at first.")
+        float, typer.Option(help="Gumbel noise on the confidences, less with every step: an order not greedy at first.")
     ] = 0.0,
     prompt: Annotated[
         str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'; of text, how it begins.")
