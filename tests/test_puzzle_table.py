@@ -6,6 +6,7 @@ import math
 import shlex
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +44,7 @@ from vmd.puzzle_table import (
 from vmd.report import section
 from vmd.sampling import ORDERS, Samples
 from vmd.solving import solve_puzzles
-from vmd.systems import is_of, signature, training_seconds
+from vmd.systems import is_of, read_done, training_seconds
 from vmd.tables import render, sudoku_table, sudoku_tables
 
 BOARD = Layout(16, False)
@@ -538,7 +539,7 @@ def test_a_stopped_run_goes_on_to_the_same_results(whole, tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         watch(patch, ("the-papers-VMD", stop))
         assert run_table(tmp_path / "out", only=PAIR, code=130).out == ""
-    assert not (tmp_path / "out/results.json").exists()
+    assert list(read(tmp_path / "out")["systems"]) == [PAIR[0]]  # what is done is there to see
     seen = watch(monkeypatch)
     run_table(tmp_path / "out", "--resume", only=PAIR)
     assert seen == [("the-papers-VMD", step) for step in range(stop + 1, 5)]  # and nothing of the finished one
@@ -598,7 +599,29 @@ def test_each_system_says_by_which_command_and_where_it_was_made(tmp_path):
 )
 def test_a_system_that_was_computed_another_way_is_the_same(setting, same):
     run = planned(SYSTEMS[0], FULL, False, [], "cpu")
-    assert is_of(signature(override_all(run, [setting])), run) == same
+    assert is_of(json.loads(json.dumps(to_dict(override_all(run, [setting])))), run) == same
+
+
+def test_a_table_goes_on_from_its_results_alone(whole, tmp_path, monkeypatch):
+    """Without the folders of the systems that are done, as when it was fetched from elsewhere."""
+    run_table(tmp_path / "first", only=PAIR[:1])
+    (tmp_path / "out").mkdir()
+    shutil.copy(tmp_path / "first/results.json", tmp_path / "out")
+    seen = watch(monkeypatch)
+    run_table(tmp_path / "out", "--resume", only=PAIR)
+    assert {folder for folder, _ in seen} == {"the-papers-VMD"}
+    results = read(tmp_path / "out")
+    assert results["rows"] == rows_of(whole.results, *PAIR)
+    assert results["systems"]["ours, no z"] == read(tmp_path / "first")["systems"]["ours, no z"]
+
+
+def test_the_committed_table_is_of_the_systems_as_they_are_now():
+    """So that it can go on: a preset that changes makes its row another system's."""
+    done = read_done(Path(__file__).parents[1] / "results/sudoku", True, "sudoku")
+    assert len(done) >= 8
+    for system in SYSTEMS:
+        if system.name in done:
+            assert is_of(done[system.name]["configuration"], planned(system, FULL, False, [], "cuda")), system.name
 
 
 def test_a_finished_run_is_not_run_again(copied, monkeypatch):
@@ -645,8 +668,8 @@ def test_one_system_needs_only_its_own_settings_to_fit_and_keeps_them(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_damaged_record_of_a_stopped_run_is_one_line(content, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/partial.json").write_text(content)
-    assert "partial.json" in refused(*quick_words(tmp_path / "out", "--resume"), folder=tmp_path)
+    (tmp_path / "out/results.json").write_text(content)
+    assert "results.json" in refused(*quick_words(tmp_path / "out", "--resume"), folder=tmp_path)
 
 
 @pytest.mark.parametrize(

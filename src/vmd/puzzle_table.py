@@ -365,7 +365,7 @@ def reproduce_sudoku(
         chosen = [system for system in chosen if system.trained_on != "any"]
         require(bool(chosen), f"--only {', '.join(only)}: expected without --quick: logic solves all small boards")
     runs = {system.name: planned(system, budget, quick, overrides or [], device) for system in chosen}
-    done = read_done(out, resume)
+    done = read_done(out, resume, "sudoku")
     make_folder(out)
     kinds = {system.trained_on for system in chosen} | {"logic", "any", "hard"}
     sets = puzzle_sets(data, budget, kinds, quick, on_note)
@@ -373,14 +373,15 @@ def reproduce_sudoku(
     def run_one(name: str) -> dict:
         return run_system(systems[name], runs[name], sets, budget, out, device, resume)
 
-    run_systems(runs, done, out, command, device, run_one)
-    about = ("training_seconds", "measuring_seconds", "parameters", "rows_seen", "trained_on", "curve", "filling")
-    results = collect("sudoku", list(systems), done, about, command, device)
-    lengths = {name: run["model"]["length"] for name, run in results["configurations"].items()}
-    results["rows"] = [  # small boards are not the paper's
-        row | (printed(row) if lengths[row["system"]] in (81, 164) else {"paper": None}) for row in results["rows"]
-    ]
-    return write_results(results, out)
+    def write() -> dict:
+        results = collect("sudoku", list(systems), done, command, device)
+        lengths = {name: run["model"]["length"] for name, run in results["configurations"].items()}
+        results["rows"] = [  # small boards are not the paper's
+            row | (printed(row) if lengths[row["system"]] in (81, 164) else {"paper": None}) for row in results["rows"]
+        ]
+        return write_results(results, out)
+
+    return run_systems(runs, done, command, device, run_one, write)
 
 
 def run_system(system: System, run: RunConfig, sets: dict, budget: Budget, out: Path, device: str, resume: bool) -> dict:

@@ -1,6 +1,6 @@
-"""What tables of several systems share: their record of what is done, the loop over the rest, and the results.
+"""What tables of several systems share: what is done already, the loop over the rest, and the results.
 
-Every system is trained in a folder of its own; its rows are kept in OUT/partial.json when it is done.
+Every system is trained in a folder of its own; OUT/results.json holds all that are done, and a table goes on from there.
 """
 
 import json
@@ -12,11 +12,11 @@ import torch
 
 from vmd import __version__
 from vmd.checkpoints import checkpoint_files
-from vmd.config import RunConfig, require, to_dict, with_new_fields
+from vmd.config import InvalidInput, RunConfig, require, to_dict, with_new_fields
 from vmd.files import hardware, read_json, write_atomically
 from vmd.tables import render
 
-ORIGIN = ("command", "hardware")
+RESULTS_FILE = "results.json"
 
 
 def chosen_names(every: list[str], only: tuple[str, ...]) -> list[str]:
@@ -26,42 +26,39 @@ def chosen_names(every: list[str], only: tuple[str, ...]) -> list[str]:
     return [name for name in every if not only or name in only]
 
 
-def read_done(out: Path, resume: bool) -> dict[str, dict]:
-    """{system: its part of the results, and the signature of its run}: what was done here before."""
-    partial = out / "partial.json"
-    require(resume or not partial.exists(), f"{out} holds a run: go on with --resume, or give another --out")
-    done = read_json(partial) if partial.exists() else {}
-    whole = isinstance(done, dict) and all(
-        isinstance(part, dict) and is_json(part.get("signature")) for part in done.values()
-    )
-    require(whole, f"{partial}: expected the record of a stopped run")
-    return done
-
-
-def is_json(text: object) -> bool:
+def read_done(out: Path, resume: bool, table: str) -> dict[str, dict]:
+    """{system: its rows, its configuration and what else is known of it}: what was done here before."""
+    path = out / RESULTS_FILE
+    require(resume or not path.exists(), f"{out} holds a run: go on with --resume, or give another --out")
+    if not path.exists():
+        return {}
+    results = read_json(path)
     try:
-        json.loads(text)  # type: ignore[arg-type]
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
-def signature(run: RunConfig) -> str:
-    return json.dumps(to_dict(run), sort_keys=True)
+        name = results["name"]
+        done = {
+            system: about
+            | {"configuration": dict(results["configurations"][system])}
+            | {"rows": [row for row in results["rows"] if row["system"] == system]}
+            for system, about in results["systems"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InvalidInput(f"{path}: expected results of `vmd reproduce {table}`") from None
+    require(name == table, f"{out} holds a run of {name}: expected another --out for {table}")
+    return done
 
 
 # Fields of training that decide how fast a result comes, or where a folder is, and nothing else about it.
 NO_PART_OF_IT = ("init", "compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every")
 
 
-def is_of(saved: str, run: RunConfig) -> bool:
-    """Whether a signature is this run's, be it from before some fields were there, or of one that was computed otherwise."""
+def is_of(saved: dict, run: RunConfig) -> bool:
+    """Whether a configuration is this run's, be it from before some fields were there, or of one computed otherwise."""
 
     def what_counts(settings: dict) -> dict:
         training = {name: value for name, value in settings.get("training", {}).items() if name not in NO_PART_OF_IT}
         return settings | {"training": training}
 
-    return what_counts(with_new_fields(json.loads(saved))) == what_counts(to_dict(run))
+    return what_counts(with_new_fields(saved)) == what_counts(to_dict(run))
 
 
 def goes_on(folder: Path, resume: bool) -> bool:
@@ -70,14 +67,20 @@ def goes_on(folder: Path, resume: bool) -> bool:
 
 
 def run_systems(
-    runs: dict[str, RunConfig], done: dict[str, dict], out: Path, command: str, device: str, run_one: Callable[[str], dict]
-) -> None:
-    """Those that are not done with these very settings, one after the other; each is kept when it is done."""
+    runs: dict[str, RunConfig],
+    done: dict[str, dict],
+    command: str,
+    device: str,
+    run_one: Callable[[str], dict],
+    write: Callable[[], dict],
+) -> dict:
+    """Those that are not done with these very settings, one after the other; the results are written after each."""
     for name, run in runs.items():
-        if name not in done or not is_of(done[name]["signature"], run):
+        if name not in done or not is_of(done[name]["configuration"], run):
             origin = {"command": command, "hardware": hardware(device)}  # a table may be made in several goes
-            done[name] = run_one(name) | origin | {"signature": signature(run)}
-            write_atomically(out / "partial.json", json.dumps(done))
+            done[name] = run_one(name) | origin | {"configuration": to_dict(run)}
+            write()
+    return write()
 
 
 def training_seconds(log: list[dict]) -> float:
@@ -90,10 +93,10 @@ def training_seconds(log: list[dict]) -> float:
     return total + before
 
 
-def collect(table: str, every: list[str], done: dict[str, dict], about: tuple[str, ...], command: str, device: str) -> dict:
+def collect(table: str, every: list[str], done: dict[str, dict], command: str, device: str) -> dict:
     """The results of all systems that are done, in the order of the table, each with its settings as it ran."""
     parts = {name: done[name] for name in every if name in done}
-    configurations = {name: json.loads(part["signature"]) for name, part in parts.items()}
+    configurations = {name: part["configuration"] for name, part in parts.items()}
     return {
         "name": table,
         "preset": "ours",
@@ -104,7 +107,7 @@ def collect(table: str, every: list[str], done: dict[str, dict], about: tuple[st
         "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
         "configurations": configurations,
         "systems": {
-            name: {key: part.get(key) for key in about} | {key: part[key] for key in ORIGIN if key in part}
+            name: {key: value for key, value in part.items() if key not in ("configuration", "rows")}
             for name, part in parts.items()
         },
         "rows": [row for part in parts.values() for row in part["rows"]],
@@ -112,6 +115,6 @@ def collect(table: str, every: list[str], done: dict[str, dict], about: tuple[st
 
 
 def write_results(results: dict, out: Path) -> dict:
-    write_atomically(out / "results.json", json.dumps(results, indent=1))
+    write_atomically(out / RESULTS_FILE, json.dumps(results, indent=1))
     write_atomically(out / "table.md", render(results))
     return results
