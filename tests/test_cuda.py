@@ -108,6 +108,9 @@ def text_like(*settings: str) -> RunConfig:
         ["model.latent.kind=chain", "model.latent.codes=8"],
         ["model.latent.kind=none", "training.optimizer=muon", "training.accumulate=2", "training.ema=0.9"],
         ["model.latent.kind=none", "model.draft=32"],
+        ["model.latent.kind=none", "model.draft=32", "objective.together=0.5"],
+        ["model.latent.kind=categorical", "model.latent.codes=8", "objective.together=0.9"],
+        ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.code_chunk=3", "objective.together=0.9"],
     ],
     ids=lambda settings: " ".join(s.rpartition(".")[2] for s in settings),
 )
@@ -126,6 +129,7 @@ def losses(run: RunConfig) -> list[float]:
 def test_the_compiled_path_trains_as_the_plain_one(attention):
     """Compiling takes most of a minute: codes, which use the most."""
     base = ["model.latent.kind=categorical", "model.latent.codes=8", "training.optimizer=muon", "training.ema=0.9"]
+    base.append("objective.together=0.9")
     fast = ["training.compile=true", "training.capture=true", "training.precision=tf32", f"training.attention={attention}"]
     plain, compiled = (losses(text_like(*base, *way)) for way in (["training.attention=dense"], fast))
     assert plain == pytest.approx(compiled, rel=3e-3)
@@ -365,8 +369,7 @@ def test_one_process_of_a_group_trains_as_a_process_alone(tmp_path):
 def test_a_recorded_step_leaves_a_frozen_network_alone(settings, way, tmp_path):
     """In bf16 with the kernels; what is left to learn does as in the plain path."""
     added = settings.split()
-    if "model.draft=32" in added:
-        added += ["objective.masking=steps", "objective.steps=1,4"]
+    added.append("objective.together=0.5")
     plain = text_like("model.latent.kind=none")
     train(VMD(plain.model).cuda(), RandomTokens(128, 11), plain, out=tmp_path / "plain")
     begun = [f"training.init={tmp_path / 'plain'}", "training.freeze=true", *added]

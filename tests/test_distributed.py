@@ -54,6 +54,7 @@ CODES = settings(
     "model.latent.codes=16",
     "model.latent.head=additive",
     "model.latent.code_layers=1",
+    "objective.together=0.5",
 )
 GAUSSIAN = settings(
     *BASE,

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from helpers import all_sequences, chi_square_p, random_tokens, tiny_config
 from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import law
-from vmd.ensemble import Ensemble
 from vmd.evaluation import evaluate_model, rows_per_pass
 from vmd.likelihood import confidence_order_nll, enumerate_orders, exact_nll, nll_bound
-from vmd.masking import Masks, apply_mask, draw_steps
+from vmd.masking import apply_mask, draw_steps
 from vmd.metrics import kl_to, one_step_probabilities, sequence_ids
 from vmd.model import VMD
 from vmd.solving import solve_puzzles
-from vmd.training import Batch, draw_batch, micro_batches, train
+from vmd.training import train
 
 V = 3
 NO_Z = LatentConfig(kind="none")
@@ -109,57 +108,14 @@ def test_revising_writes_in_sight_of_what_stays():
 
 def test_the_training_objective_of_steps_has_the_mean_of_the_bound():
     model, x0 = drafting(4, 4), random_tokens(1, 4, V)
-    for steps, alone in ((1, False), (1, True), (2, True), (4, False), (4, True)):
+    for steps in (1, 2, 4):
         many = x0.expand(20_000, -1)
-        masks = draw_steps(many, 4, (steps,), alone=alone, generator=torch.Generator().manual_seed(0))
+        masks = draw_steps(many, 4, (steps,), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             trained = model(many, masks, None).total.double()
             bound = nll_bound(model, many, steps, generator=torch.Generator().manual_seed(1))
         error = float((trained.var() / len(many) + bound.var() / len(many)).sqrt()) + 1e-5
         assert abs(float(trained.mean() - bound.mean())) < 4 * error
-
-
-@torch.no_grad()
-def test_tokens_that_are_scored_alone_do_not_see_each_other():
-    model, x0 = drafting(4, 4), random_tokens(1, 4, V)
-    everything = torch.ones(1, 4, dtype=torch.bool)
-    other = x0.clone()
-    other[0, 0] = (other[0, 0] + 1) % V
-    for alone in (False, True):
-        losses = []
-        for place in range(1, 4):
-            for tokens in (x0, other):
-                masks = Masks(everything, everything, torch.ones(1, 1), torch.tensor([[alone]]))
-                only = masks._replace(target=torch.arange(4).eq(place).view(1, 4)) if alone else masks
-                losses.append(float(model(tokens, only, None).total))
-        moved = [a != b for a, b in zip(losses[::2], losses[1::2], strict=True)]
-        assert moved == [not alone] * 3
-    blind = -model.denoise(torch.full_like(x0, V), x0, torch.full_like(x0, V)).log_softmax(-1)
-    expected = float(blind.gather(-1, x0.unsqueeze(-1)).sum())
-    masks = Masks(everything, everything, torch.ones(1, 1), torch.tensor([[True]]))
-    assert float(model(x0, masks, None).total) == pytest.approx(expected, rel=1e-5)
-
-
-def test_training_scores_the_tokens_of_a_draft_alone_where_steps_write_one():
-    data, objective = law("d1"), ObjectiveConfig(masking="steps", steps=(1, 4))
-    for model, wanted in ((drafting(4, 4, 10), True), (VMD(tiny_config(4, 4, 10, NO_Z)), False)):
-        masks = draw_batch(model, data, objective, 0, 16, None, torch.Generator().manual_seed(0)).masks
-        assert (masks.alone is not None) is wanted
-        if masks.alone is not None:
-            assert int(masks.alone.sum()) == 8
-            assert torch.equal(masks.target, masks.mask)
-            parts = micro_batches(Batch(torch.zeros(16, 4), masks, None), 2)
-            assert torch.equal(torch.cat([part.masks.alone for part in parts]), masks.alone)
-
-
-def test_members_of_an_ensemble_score_alone_what_they_score_alone_by_themselves():
-    models = [drafting(4, 4, 10, seed=seed) for seed in range(2)]
-    masks = draw_steps(random_tokens(8, 4), 4, (1, 4), alone=True, generator=torch.Generator().manual_seed(0))
-    masks, x0 = masks.map(lambda part: part.view(2, 4, -1)), random_tokens(8, 4, 10).view(2, 4, 4)
-    together = Ensemble(models)(x0, masks, None, torch.ones(2)).total
-    for index, model in enumerate(models):
-        by_itself = model(x0[index], masks.map(lambda part, index=index: part[index]), None).total
-        assert torch.allclose(together[index], by_itself, rtol=1e-5)
 
 
 def test_in_one_step_it_learns_what_blind_tokens_cannot():

@@ -270,42 +270,6 @@ def test_the_same_seed_gives_the_same_steps(problem, whole):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("given_tokens", [0, 1, 4])
-def test_tokens_that_steps_write_one_by_one_are_scored_alone_with_the_same_expectation(generator, given_tokens):
-    """Of an arbitrary function of what is hidden and of the token; a step that writes several is left as it is."""
-    r, rows = 4, 40_000
-    worth = torch.randn(2**r, r, generator=generator, dtype=torch.float64) + 1
-    fixed = torch.arange(r) < given_tokens
-    x0 = torch.zeros(rows, r, dtype=torch.long)
-    draws = []
-    for alone in (False, True):
-        seeded = torch.Generator().manual_seed(3)
-        masks = draw_steps(x0, r, (r, 2, 1), alone=alone, fixed=fixed, generator=seeded)
-        one = masks.weight[:, 0] * (worth[(masks.mask * 2 ** torch.arange(r)).sum(-1)] * masks.target).sum(-1)
-        draws.append((masks, one))
-    (plain, one), (every, mean) = draws
-    assert plain.alone is None
-    error = math.hypot(standard_error(mean), standard_error(one))
-    assert abs(float(mean.mean() - one.mean())) <= 4 * error
-    assert error <= 0.05 * abs(float(one.mean()))  # the test has power
-    single = every.alone[:, 0]
-    m = r - given_tokens
-    assert single.double().mean() == pytest.approx({4: 1 / 3, 3: 1 / 3, 0: 1}[m], abs=1e-3)
-    for a, b in zip(plain[:3], every[:3], strict=True):
-        assert torch.equal(a[~single], b[~single])
-    assert torch.equal(every.target[single], every.mask[single])
-    hidden = every.mask[single].sum(-1)
-    assert torch.equal(every.weight[single, 0], (m / hidden.clamp(min=1)).float())
-    if m:
-        assert (
-            torch.bincount(hidden, minlength=m + 1)[1:]
-            .double()
-            .div(len(hidden))
-            .allclose(torch.full((m,), 1 / m, dtype=torch.float64), atol=1e-3)
-        )
-        assert standard_error(mean[single]) < 0.9 * standard_error(one[single])
-
-
 @pytest.mark.parametrize("given_tokens", [0, 1])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
 def test_a_single_step_and_the_sum_over_all_steps_have_the_enumerated_expectation(generator, steps, given_tokens):

@@ -48,8 +48,11 @@ def test_a_name_says_data_and_block_size(name):
 def test_a_baseline_is_its_model_without_the_latent(name):
     whole, plain = preset(name.replace("-mdm", "")), preset(name)
     assert whole.model.has_latent
-    latent = dataclasses.replace(whole.model.latent, kind="none")
-    assert plain == dataclasses.replace(whole, model=dataclasses.replace(whole.model, latent=latent))
+    latent, objective = (
+        dataclasses.replace(whole.model.latent, kind="none"),
+        dataclasses.replace(whole.objective, together=0.0),  # which is of codes
+    )
+    assert plain == dataclasses.replace(whole, model=dataclasses.replace(whole.model, latent=latent), objective=objective)
 
 
 @pytest.mark.parametrize("family", ["ours", "paper"])

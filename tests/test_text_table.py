@@ -168,9 +168,10 @@ def test_every_system_is_planned_as_its_name_says(plans):
             assert (run.model.latent.kind == "chain") is name.startswith("chain")
             assert (run.model.latent.kind == "categorical") is name.startswith("codes")
             assert (run.model.draft > 0) is name.startswith("draft")
-            assert (run.objective.masking == "steps") is (name.startswith("draft") or "for one step" in name)
-            if run.objective.masking == "steps":
-                assert set(run.objective.steps) == {1} if "for one step" in name else max(run.objective.steps) >= 4
+            assert (run.objective.masking == "steps") is ("for one step" in name)
+            assert run.objective.steps == (1,)
+            twice = name.startswith(("codes", "draft")) and "for one step" not in name
+            assert (run.objective.together > 0) is twice
             assert run.objective.score_entropy is (name == "SEDD")
             paper = name.startswith("the paper")
             assert run.model.latent.on_clean is paper
@@ -194,8 +195,8 @@ def test_second_seeds_and_misfits_are_named(tmp_path):
     words = ("reproduce", "text", "--quick", "--out", tmp_path / "out")
     both = ("--only", "codes, r = 4", "--only", "codes, r = 4, second seed")
     assert "codes, r = 4, second seed: expected without --quick" in refused(*words, *both, folder=tmp_path)
-    told = refused(*words, "--only", "draft, r = 4", *settings("objective.whole=0.5"), folder=tmp_path)
-    assert told.startswith("vmd: draft, r = 4: objective.whole=0.5")
+    told = refused(*words, "--only", "BD3-LM, r = 4", *settings("objective.together=0.5"), folder=tmp_path)
+    assert told.startswith("vmd: BD3-LM, r = 4: objective.together=0.5: expected 0 without codes")
 
 
 def test_the_judge_is_larger_than_all_it_judges(plans):
@@ -275,14 +276,11 @@ def test_what_was_trained_is_called_a_surrogate_with_z_and_a_bound_without(whole
     headers, lines = text_bits_table(whole.results)
     assert headers[-2:] == ["KL of z, nats a block", "objective"]
     for name, line in zip(NAMES, lines, strict=True):
-        no_bound = BY_NAME[name].preset not in ("text-mdm", "text-draft") and "for one step" not in name
+        no_bound = BY_NAME[name].preset != "text-mdm" and "for one step" not in name
         (row,) = (r for r in rows_of(whole.results, name) if r["metric"] in ("surrogate", "own_bound"))
         assert row["metric"] == ("surrogate" if no_bound else "own_bound")
         assert line[0] == name
-        steps = whole.results["configurations"][name]["objective"]["steps"]
         told = "bound"
-        if BY_NAME[name].preset == "text-draft" and len(steps) > 1:
-            told = f"mean of the bounds at N = {steps[0]}, {steps[1]}"
         if no_bound:
             (apart,) = (r for r in rows_of(whole.results, name) if r["metric"] == "surrogate_apart")
             bits = next(r["value"] for r in reversed(rows_of(whole.results, name)) if r["metric"] == "bits")
@@ -290,10 +288,9 @@ def test_what_was_trained_is_called_a_surrogate_with_z_and_a_bound_without(whole
             assert apart["stderr"] > 0
             told = f"surrogate, {apart['value']:+.4f} ± {apart['stderr']:.4f} of N = r"
         assert line[-1] == f"{row['value']:.4f} ({told})"
-        if BY_NAME[name].preset == "text-draft":  # the certified bits themselves, of the steps it was trained for
+        if "for one step" in name:  # the certified bits themselves
             bits = {r["setting"]["steps"]: r["value"] for r in rows_of(whole.results, name) if r["metric"] == "bits"}
-            steps = whole.results["configurations"][name]["objective"]["steps"]
-            assert close(row["value"], sum(bits[n] for n in steps) / len(steps))
+            assert close(row["value"], bits[1])
 
 
 def objective_bits(model: VMD, **how):
@@ -444,7 +441,7 @@ def test_a_stopped_run_goes_on_to_the_same_results(whole, tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         watch(patch, (FOLDERS[1], 1))
         assert run_table(whole.source, tmp_path / "out", *rare, only=PAIR, code=130).out == ""
-    assert not (tmp_path / "out/results.json").exists()
+    assert list(read(tmp_path / "out")["systems"]) == [PAIR[0]]  # what is done is there to see
     seen = watch(monkeypatch)
     done = run_table(whole.source, tmp_path / "out", "--resume", *rare, only=PAIR)
     assert seen == [(FOLDERS[1], step) for step in again]  # and nothing of the finished one
@@ -583,11 +580,11 @@ def test_other_runs_are_not_mixed_into_a_table(whole, copied, tmp_path, monkeypa
     assert "rows of 16" in no("--resume", "--only", "AR")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"AR": 1}', '{"AR": {}}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"systems": {"AR": 1}}', '{"name": "text", "systems": {"AR": {}}}'])
 def test_a_damaged_record_of_a_stopped_run_is_one_line(source, content, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/partial.json").write_text(content)
-    assert "partial.json" in refused(*words_for(source, tmp_path / "out", "--resume"), folder=tmp_path)
+    (tmp_path / "out/results.json").write_text(content)
+    assert "results.json" in refused(*words_for(source, tmp_path / "out", "--resume"), folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -744,7 +741,9 @@ CHANGES = {
     "additive head": {"model.latent.head": "additive"},
     "head of rank 16": {"model.latent.head_dim": 16},
     "last layer too": {"model.latent.code_layers": 1},
-    "a quarter whole": {"objective.whole": 0.25},
+    "half together": {"objective.together": 0.5},
+    "0.9 together": {"objective.together": 0.9},
+    "by counts": {"objective.together": 0},
     "half whole": {"objective.whole": 0.5},
     "for one step": {"objective.masking": "steps"},  # of one step is the default
     "a chain": {"model.latent.kind": "chain"},
@@ -768,8 +767,12 @@ def test_every_system_of_the_scan_changes_one_thing(scans):
                 continue
             what = name.removeprefix(f"{base}, ")
             expected = CHANGES.get(what, {"training.steps": 4 * runs[base].training.steps})
-            if base.startswith("draft") and what == "for one step":
-                expected = {"objective.steps": [1]}
+            if runs[base].objective.together and what in (
+                "half whole",
+                "for one step",
+                "a chain",
+            ):  # with which it does not go
+                expected = expected | {"objective.together": 0}
             found = changed(run, runs[base])
             found.pop("training.compile", None)  # which does not change results
             assert found == expected, name

@@ -206,6 +206,9 @@ class ObjectiveConfig:
     score_entropy: bool = False
     focal: float = 0.0  # a token of probability p weighs (1 - p)^focal (Ye et al. 2025: 1); no bound; without a latent
     whole: float = 0.0  # of masking=counts: this share of blocks is masked whole besides, for samplers of few steps
+    # Of masking=counts, with codes or a draft head: masked tokens are scored twice, as if one step wrote all of them, with
+    # this weight, and as if each was written alone, with the rest. Trains for few steps and for many; 0: as the paper does.
+    together: float = 0.0
     steps: tuple[int, ...] = (1,)  # of masking=steps: numbers of steps per block, equally often
     z: Literal["fresh", "once"] = "fresh"  # of masking=steps: how the sampler draws z
     samples: int = 1  # draws of z from the encoder; more than one: the importance-weighted bound
@@ -220,6 +223,7 @@ class ObjectiveConfig:
             require_range("objective.steps", count, 1)
         require_range("objective.samples", self.samples, 1, 1_000_000)
         require(0 <= self.whole < 1, f"objective.whole={self.whole}: expected a share, 0 or more and less than 1")
+        require(0 <= self.together <= 1, f"objective.together={self.together}: expected a share, from 0 to 1")
         require_range("objective.kl_weight", self.kl_weight, 0)
         require_range("objective.kl_warmup_steps", self.kl_warmup_steps, 0)
         require_range("objective.free_bits", self.free_bits, 0)
@@ -245,6 +249,13 @@ class ObjectiveConfig:
             self.masking != "steps" or max(self.steps) <= model.block_size,
             f"objective.steps={max(self.steps)}: expected 1 to {model.block_size}, the block size",
         )
+        if self.together:
+            share = f"objective.together={self.together}"
+            drafts = model.draft > 0 or model.latent.kind == "categorical"
+            require(drafts, f"{share}: expected 0 without codes (model.latent.kind=categorical) or a draft head")
+            require(self.masking == "counts", f"{share}: expected 0 with objective.masking={self.masking}")
+            require(not self.whole, f"{share}: expected 0 with objective.whole={self.whole}")
+            require(not self.focal, f"{share}: expected 0 with objective.focal={self.focal}")
         require(not self.focal or not model.has_latent, f"objective.focal={self.focal}: expected 0 with a latent")
         require(
             not self.score_entropy or not (model.tokens_agree or self.focal or self.masking == "steps"),

@@ -45,18 +45,17 @@ class Ensemble(nn.Module):
         free_bits: float = 0.0,
         focal: float = 0.0,
         score_entropy: bool = False,
+        together: float = 0.0,
     ) -> Loss:
         """Everything as in `VMD.forward` with a leading dimension of models: x0 (M, B, L), kl_weight (M,)."""
 
         def one(weights: dict[str, Tensor], x0: Tensor, masks: Masks, noise: Tensor | None, kl_weight: Tensor) -> Loss:
-            return functional_call(
-                self._template[0], weights, (x0, masks, noise, kl_weight, free_bits, focal, score_entropy)
-            )
+            ways = (free_bits, focal, score_entropy, together)
+            return functional_call(self._template[0], weights, (x0, masks, noise, kl_weight, *ways))
 
         weights = dict(zip(self.names, self.weights, strict=True))
         noise_dim = None if noise is None else 0
-        mask_dims = Masks(0, 0, 0, None if masks.alone is None else 0)  # type: ignore[arg-type]
-        return torch.vmap(one, in_dims=(0, 0, mask_dims, noise_dim, 0))(weights, x0, masks, noise, kl_weight)
+        return torch.vmap(one, in_dims=(0, 0, 0, noise_dim, 0))(weights, x0, masks, noise, kl_weight)
 
     @torch.no_grad()
     def member(self, index: int) -> tuple[VMD, dict[str, Tensor]]:

@@ -33,10 +33,9 @@ class Masks(NamedTuple):
     mask: Tensor  # (B, L) bool: True where the network is shown [MASK]
     target: Tensor  # (B, L) bool: the masked tokens that are scored; all of them in the paper's objective
     weight: Tensor  # (B, blocks): m/k for mask counts, 1/t for times, N for steps; 0 where nothing is scored
-    alone: Tensor | None = None  # (B, blocks) bool: each target is scored as if the step wrote no other
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Masks":
-        return Masks(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
+        return Masks(*map(change, self))
 
 
 def apply_mask(x0: Tensor, mask: Tensor, mask_id: int) -> Tensor:
@@ -133,7 +132,6 @@ def draw_steps(
     choices: tuple[int, ...],
     *,
     whole: bool = False,
-    alone: bool = False,
     fixed: Tensor | None = None,
     generator: torch.Generator | None = None,
     rows: Rows | None = None,
@@ -142,9 +140,7 @@ def draw_steps(
 
     Step j shows what the steps before it revealed and scores what it reveals itself. Its weight N makes the expectation
     that of the sum over all steps. With `whole` all steps come, (B, J, L) for J = max(choices), each of weight 1, and rows
-    of fewer steps end with empty ones. With `alone`, where steps write one token each, every masked token is scored that
-    could be the one, as if it was alone: the same expectation from more of them, by mask counts. Stratified over rows and
-    blocks; fixed tokens are never masked.
+    of fewer steps end with empty ones. Stratified over rows and blocks; fixed tokens are never masked.
     """
     batch, length = x0.shape
     blocks, device = length // block_size, x0.device
@@ -161,21 +157,14 @@ def draw_steps(
     else:
         j = torch.minimum(((u - chosen) * steps).long(), steps - 1)
         weight = (steps * (ceil_share(j + 1, m, steps) > ceil_share(j, m, steps))).float()
-        if alone:
-            single = steps >= m
-            k = m - torch.minimum(((u - chosen) * m).long(), m - 1)  # masked; 1 where m is 0
     before = ceil_share(torch.minimum(j, steps), m, steps).unsqueeze(-1)  # ((J,) B, blocks, 1)
     after = ceil_share(torch.minimum(j + 1, steps), m, steps).unsqueeze(-1)
     mask = (rank >= before) & maskable
     target = mask & (rank < after)
-    if alone and not whole:
-        by_count = (rank >= (m - k).unsqueeze(-1)) & maskable
-        mask, target = (torch.where(single.unsqueeze(-1), by_count, part) for part in (mask, target))
-        weight = torch.where(single, m / k.clamp(min=1), weight).float()
     mask, target = mask.flatten(-2), target.flatten(-2)
     if whole:
-        return Masks(mask.movedim(0, 1), target.movedim(0, 1), weight)
-    return Masks(mask, target, weight, single if alone else None)
+        mask, target = mask.movedim(0, 1), target.movedim(0, 1)
+    return Masks(mask, target, weight)
 
 
 def all_masks(block_size: int) -> tuple[Tensor, Tensor]:

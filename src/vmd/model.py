@@ -14,7 +14,15 @@ from vmd.files import make_folder, read_json, read_tensors, write_atomically, wr
 from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import Masks
 from vmd.network import CodeFeatures, Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
-from vmd.objective import ChainCodes, Codes, Loss, code_objective, objective
+from vmd.objective import (
+    ChainCodes,
+    Codes,
+    Loss,
+    code_objective,
+    code_objective_together,
+    draft_objective_together,
+    objective,
+)
 from vmd.sampling import Desk, Draw, Samples, check_prompt, sample
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -97,8 +105,13 @@ class VMD(nn.Module):
         free_bits: float = 0.0,
         focal: float = 0.0,
         score_entropy: bool = False,
+        together: float = 0.0,
     ) -> Loss:
         """Algorithms 1 and 3, line "compute the loss": a pure function of its arguments and the weights."""
+        if together:
+            if self.config.draft:
+                return draft_objective_together(self.denoise, x0, masks, self.mask_id, together)
+            return code_objective_together(self.decoder.code_scores_twice, x0, masks, self.mask_id, together)
         if self.config.latent.coded:
             return code_objective(self.codes, x0, masks, self.mask_id)
         return objective(

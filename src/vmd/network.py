@@ -330,12 +330,16 @@ class Decoder(nn.Module):
         """Logits (B, L, V) of every noisy position, from one pass over the doubled sequence [xt ; x0].
 
         Where tokens are written in turn, z (B, L) are those known by the end of the step, [MASK] elsewhere; None: as in xt.
+        With (n, B, L), for n such steps: (n, B, L, V).
         """
         if self.config.latent.coded:
             assert z is not None, "a model of codes needs them"
             return self.code_logits(self.code_features(xt, x0), z.long())
         if self.draft is not None:
-            return self.logits(self.features(xt, x0, None), xt if z is None else z)
+            h = self.features(xt, x0, None)
+            if z is not None and z.dim() == 3:
+                return torch.stack([self.logits(h, known) for known in z])
+            return self.logits(h, xt if z is None else z)
         return self.head(self.features(xt, x0, z))
 
     def logits(self, h: Tensor, known: Tensor) -> Tensor:
@@ -480,26 +484,44 @@ class Decoder(nn.Module):
         Of a chain, log p(x0_i | k) of every token, (B, C, r, K), and what the chain is.
         """
         features = self.code_features(xt, x0)
+        found = torch.cat([part for part, _ in self._score_codes(features, x0, target)], dim=-1)
+        prior = features.prior
+        return ChainCodes(prior, found) if isinstance(prior, CodeChain) else Codes(prior.log_probs, found)
+
+    def code_scores_twice(self, xt: Tensor, x0: Tensor, target: Tensor) -> tuple[Codes, Tensor]:
+        """The same, and what targets cost each by itself: the sum over a block's of log sum_k pi_k p(x0_i | k), (B, C)."""
+        features = self.code_features(xt, x0)
+        assert isinstance(features.prior, Categorical)
+        found, alone = zip(*self._score_codes(features, x0, target, alone=True), strict=True)
+        by_token = torch.stack(alone).logsumexp(0).masked_fill(~target, 0.0).unflatten(1, (self.config.blocks, -1))
+        return Codes(features.prior.log_probs, torch.cat(found, dim=-1)), by_token.sum(2)
+
+    def _score_codes(self, features: CodeFeatures, x0: Tensor, target: Tensor, alone: bool = False) -> list[tuple]:
+        """`_score_some` of all codes, in as many parts as memory asks for."""
         c = self.config
-        codes = torch.arange(c.latent.codes, device=xt.device)
+        codes = torch.arange(c.latent.codes, device=x0.device)
         per_code = x0.numel() * max(c.vocab_size, 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
         chunk = c.latent.code_chunk or max(1, min(len(codes), largest_tensor(x0.device) // per_code))
         parts = []
         for some in codes.split(chunk):
             if chunk < len(codes) and torch.is_grad_enabled():  # forget the chunk's activations, make them again
-                arguments = (features, some, x0, target)
+                arguments = (features, some, x0, target, alone)
                 parts.append(checkpoint(self._score_some, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
-                parts.append(self._score_some(features, some, x0, target))
-        found = torch.cat(parts, dim=-1)
-        prior = features.prior
-        return ChainCodes(prior, found) if isinstance(prior, CodeChain) else Codes(prior.log_probs, found)
+                parts.append(self._score_some(features, some, x0, target, alone))
+        return parts
 
-    def _score_some(self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
-        """(B, C, n) for n codes; of a chain (B, C, r, n)."""
-        chosen = self._score_tokens(features, some, x0).masked_fill(~target.unsqueeze(-1), 0.0)
-        by_block = chosen.unflatten(1, (self.config.blocks, -1))
-        return by_block if self.config.latent.kind == "chain" else by_block.sum(2)
+    def _score_some(
+        self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor, alone: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, C, n) for n codes, of a chain (B, C, r, n); if asked for, log sum_k pi_k p(x0_i | k) over these, (B, L)."""
+        log_p = self._score_tokens(features, some, x0)
+        chosen = log_p.masked_fill(~target.unsqueeze(-1), 0.0).unflatten(1, (self.config.blocks, -1))
+        if not alone:
+            return chosen if self.config.latent.kind == "chain" else chosen.sum(2), None
+        assert isinstance(features.prior, Categorical)
+        log_prior = features.prior.log_probs[..., some].repeat_interleave(self.config.block_size, dim=1)
+        return chosen.sum(2), (log_prior + log_p).logsumexp(-1)
 
     def _score_tokens(self, features: CodeFeatures, some: Tensor, x0: Tensor) -> Tensor:
         """log p(x0_i | k) of every token, (B, L, n)."""

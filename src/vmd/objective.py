@@ -59,6 +59,8 @@ class ChainCodes(NamedTuple):
 
 # (xt, x0, target) -> Codes
 ScoreCodes = Callable[[Tensor, Tensor, Tensor], Codes | ChainCodes]
+# (xt, x0, target) -> Codes, and the sum over each block's targets of log sum_k pi_k p(x_i | k), (B, blocks)
+ScoreCodesTwice = Callable[[Tensor, Tensor, Tensor], tuple[Codes, Tensor]]
 
 
 class Loss(NamedTuple):
@@ -131,6 +133,41 @@ def code_objective(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) ->
     return Loss(*((part * masks.weight).sum(-1) for part in (nll, reconstruction, nll - reconstruction)))
 
 
+# Masked tokens, scored twice. By mask counts, k of m masked, one pass of the network says how likely they are if one step
+# writes them all, and how likely each is if a step writes it alone:
+#
+#     (1 - s) (m / k) sum_i -log p(x0_i | xt) + s (-log p(all x0_i | xt))
+#
+# The mean of the first part is the certified bound at N = r, of a z drawn anew at each step; that of the second is the cost
+# of one step for whatever is masked. A model that is trained for both serves every number of steps.
+
+
+def both_ways(alone: Tensor, joint: Tensor, masks: Masks, together: float) -> Tensor:
+    """(B, blocks) each -> (B,)."""
+    return ((1 - together) * masks.weight * alone + together * joint).sum(-1)
+
+
+def code_objective_together(codes: ScoreCodesTwice, x0: Tensor, masks: Masks, mask_id: int, together: float) -> Loss:
+    """The KL is that of the tokens that are written in one step."""
+    terms, log_alone = codes(apply_mask(x0, masks.mask, mask_id), x0, masks.target)
+    log_joint = terms.log_joint()
+    joint = -log_joint.logsumexp(-1)  # (B, blocks)
+    kl = (joint + (log_joint.softmax(-1) * terms.log_likelihood).sum(-1)).sum(-1)
+    total = both_ways(-log_alone, joint, masks, together)
+    return Loss(total, total - together * kl, kl)
+
+
+def draft_objective_together(denoise: Denoise, x0: Tensor, masks: Masks, mask_id: int, together: float) -> Loss:
+    xt = apply_mask(x0, masks.mask, mask_id)
+    known = torch.stack([xt, apply_mask(x0, masks.mask & ~masks.target, mask_id)])  # by the end of the step
+    alone, joint = (
+        (token_nll(logits, x0) * masks.target).unflatten(-1, (masks.weight.shape[-1], -1)).sum(-1)
+        for logits in denoise(xt, x0, known)
+    )
+    total = both_ways(alone, joint, masks, together)
+    return Loss(total, total, torch.zeros_like(total))
+
+
 def token_nll(logits: Tensor, x0: Tensor, score_entropy: bool = False) -> Tensor:
     """-log p(x0_i | ...) for every position, (B, L); or SEDD's bound on it, equal where the outputs are normalised."""
     if score_entropy:
@@ -153,21 +190,15 @@ def targets_nll(
 
     With `focal` each is weighed by (1 - p)^focal, which turns to tokens that are still hard. With `drafts` the targets of a
     step are written from left to right: `denoise` is told in the place of z what is known by the end of it, (B, L), of which
-    a token sees what stands before it in its block; of targets that are scored alone, no other is known.
+    a token sees what stands before it in its block.
     """
     flat, rows, steps = flatten_steps(x0, masks)
     z = None if z is None else z.repeat_interleave(steps, dim=0)
     if drafts:
-        written = flat.target if flat.alone is None else flat.target & ~spread(flat.alone, rows)
-        z = apply_mask(rows, flat.mask & ~written, mask_id)
+        z = apply_mask(rows, flat.mask & ~flat.target, mask_id)
     nll = token_nll(denoise(apply_mask(rows, flat.mask, mask_id), rows, z), rows, score_entropy) * flat.target
     nll = nll * (1 - (-nll).exp()) ** focal if focal else nll
     return nll.view(len(x0), steps, masks.weight.shape[-1], -1).sum((1, 3))
-
-
-def spread(by_block: Tensor, x0: Tensor) -> Tensor:
-    """(B, blocks) as (B, L)."""
-    return by_block.repeat_interleave(x0.shape[1] // by_block.shape[1], dim=1)
 
 
 def code_terms(codes: ScoreCodes, x0: Tensor, masks: Masks, mask_id: int) -> Codes | ChainCodes:

@@ -124,7 +124,8 @@ def text(kind: str = "categorical") -> RunConfig:
             ema=0.999,
         ),
     )
-    return with_latent(run, kind)
+    run = with_latent(run, kind)
+    return replace(run, objective=replace(run.objective, together=0.9)) if kind == "categorical" else run
 
 
 def text_paper(kind: str = "gaussian") -> RunConfig:
@@ -139,7 +140,7 @@ def text_paper(kind: str = "gaussian") -> RunConfig:
 def text_draft() -> RunConfig:
     """Text whose blocks are written in one evaluation, their tokens in turn by a small head; fit for more steps too."""
     run = text("none")
-    return replace(run, model=replace(run.model, draft=512), objective=ObjectiveConfig(masking="steps", steps=(1, 4)))
+    return replace(run, model=replace(run.model, draft=512), objective=ObjectiveConfig(together=0.5))
 
 
 def sudoku(kind: str = "categorical") -> RunConfig:

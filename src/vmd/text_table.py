@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vmd.config import InvalidInput, RunConfig, override_all, require
+from vmd.config import InvalidInput, RunConfig, override_all, require, with_new_fields
 from vmd.data import TextData, load_data
 from vmd.data.text import cache_folder
 from vmd.evaluation import rows_per_pass
@@ -53,7 +53,8 @@ class System:
 
 
 SAMPLES_FILE = "samples.jsonl"
-ONE_STEP = ("objective.masking=steps", "objective.steps=1")
+BY_COUNTS = ("objective.together=0",)
+ONE_STEP = (*BY_COUNTS, "objective.masking=steps", "objective.steps=1")
 
 SYSTEMS = (
     System("judge: AR, larger", "text-mdm", 1, judge=True),
@@ -74,7 +75,7 @@ SYSTEMS = (
     System("codes, r = 16", "text", 16),
     System("draft for one step, r = 16", "text-draft", 16, ONE_STEP),
     System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
-    System("chain, r = 4", "text", 4, ("model.latent.kind=chain",)),
+    System("chain, r = 4", "text", 4, (*BY_COUNTS, "model.latent.kind=chain")),
     System("BD3-LM, r = 4, second seed", "text-mdm", 4, second_seed=True),
     System("codes, r = 4, second seed", "text", 4, second_seed=True),
     System("draft for one step, r = 4, second seed", "text-draft", 4, ONE_STEP, second_seed=True),
@@ -97,11 +98,8 @@ BLIND, CODES_64 = System("no latent, r = 4", "text-mdm", 4), coded(64, 4)
 GAUSSIAN_Z = System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z)
 DRAFT = System("draft, r = 4", "text-draft", 4)
 CODES_ADDED = replace(CODES_64, name="64 codes added, r = 4", added_to=BLIND.name)
-TRAINED_OTHERWISE = {
-    "a quarter whole": ("objective.whole=0.25",),
-    "half whole": ("objective.whole=0.5",),
-    "for one step": ONE_STEP,
-}
+HALF_WHOLE = (*BY_COUNTS, "objective.whole=0.5")
+TRAINED_OTHERWISE = {"half whole": HALF_WHOLE, "for one step": ONE_STEP}
 
 SCAN = (
     # How many codes, for how many tokens.
@@ -115,27 +113,28 @@ SCAN = (
     variant(CODES_64, "additive head", "model.latent.head=additive"),
     variant(CODES_64, "head of rank 16", "model.latent.head_dim=16"),
     variant(coded(16, 4), "last layer too", "model.latent.code_layers=1", slow=True),
-    # What is trained: as often as BD3-LM, or more often, on blocks that are masked whole.
+    # What is trained. Codes and draft heads: masked tokens scored twice, as their presets have it (0.9 and 0.5 of the weight
+    # on those that are written together), or another share, or by mask counts as the paper does; or blocks masked whole
+    # more often, or always.
+    variant(CODES_64, "half together", "objective.together=0.5"),
+    *(variant(coded(64, block), "by counts", *BY_COUNTS) for block in (4, 8, 16)),
     *(variant(system, name, *how) for system in (BLIND, CODES_64) for name, how in TRAINED_OTHERWISE.items()),
-    *(variant(coded(64, block), "half whole", *TRAINED_OTHERWISE["half whole"]) for block in (8, 16)),
     variant(coded(64, 8), "for one step", *ONE_STEP),
-    # What else may make tokens agree. Half of a draft head's training is on blocks that are masked whole.
-    variant(CODES_64, "a chain", "model.latent.kind=chain"),
-    variant(coded(64, 8), "a chain", "model.latent.kind=chain"),
+    # What else may make tokens agree.
+    variant(CODES_64, "a chain", *BY_COUNTS, "model.latent.kind=chain"),
+    variant(coded(64, 8), "a chain", *BY_COUNTS, "model.latent.kind=chain"),
     GAUSSIAN_Z,
     variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
     DRAFT,
+    variant(DRAFT, "0.9 together", "objective.together=0.9"),
+    variant(DRAFT, "by counts", *BY_COUNTS),
     variant(DRAFT, "for one step", *ONE_STEP),
-    System("draft, r = 8", "text-draft", 8),
+    *(System(f"draft, r = {block}", "text-draft", block) for block in (8, 16)),
     # What a trained model without a latent gains by a part that is added to it.
     CODES_ADDED,
-    variant(CODES_ADDED, "half whole", *TRAINED_OTHERWISE["half whole"]),
     replace(DRAFT, name="draft added, r = 4", added_to=BLIND.name),
     # Longer training.
-    *(
-        variant(system, "four times as long", times=4, slow=True)
-        for system in (BLIND, CODES_64, variant(CODES_64, "half whole", *TRAINED_OTHERWISE["half whole"]), DRAFT)
-    ),
+    *(variant(system, "four times as long", times=4, slow=True) for system in (BLIND, CODES_64, DRAFT)),
     # Learning rates, beside the presets' 8e-3.
     *(
         variant(system, f"rate {rate:g}", f"training.learning_rate={rate:g}", slow=True)
@@ -215,8 +214,6 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     has = {"model.latent": model.has_latent, "model.draft": model.draft > 0}
     size = [s for s in budget.settings if all(s.startswith(part) <= there for part, there in has.items())]
     size += budget.judge if system.judge else ()
-    if model.draft:  # half of the time in one step, half of it token by token
-        size.append(f"objective.steps=1,{block}")
     run = override_all(
         preset(system.preset),
         [f"model.length={budget.length}", f"model.block_size={block}", *size, *system.settings, *overrides],
@@ -226,7 +223,7 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
     chosen = {setting.partition("=")[0].strip() for setting in overrides}
     fast = {field: v for field, v in fast_settings(run, device).items() if f"training.{field}" not in chosen}
-    run = replace(run, training=replace(run.training, **fast), data=replace(run.data, name=name))
+    run = replace(run, training=replace(run.training, **fast), data=replace(run.data, name=Path(name).name))
     check_precision(run.training, device)
     check_attention(run.training, run.model)
     run.objective.check(run.model)
@@ -392,7 +389,7 @@ def reproduce_text(
     require(bool(data) or quick, "--data: expected a text, such as text8, or the path of a file; --quick brings its own")
     for setting in overrides or []:
         require(not setting.strip().startswith("data."), f"--set {setting}: expected none of data: --data gives characters")
-    done = read_done(out, resume)
+    done = read_done(out, resume, table)
     source = data or str(quick_text())
     trained, tested = (read_text(source, budget, split) for split in ("train", budget.split))
     runs = {}
@@ -403,7 +400,7 @@ def reproduce_text(
                 runs[name] = with_frozen_base(runs[name], systems[systems[name].added_to], chosen, out)
         except InvalidInput as error:
             raise InvalidInput(f"{name}: {error}") from None
-    require_same_text(out, done, source, budget.length, table)
+    require_same_text(out, done, Path(source).name, budget.length)
     require_same_base(systems, runs, done, out)
     make_folder(out)
     x0 = tested.in_order(0, min(budget.rows, len(tested))).long().to(device)
@@ -413,6 +410,10 @@ def reproduce_text(
     def words() -> set[str]:
         on_note("reading the words of the training text")
         return vocabulary(trained)
+
+    @functools.cache
+    def quality_of_test_text() -> dict:
+        return known(text_quality(reference, reference, words()))
 
     def run_system(name: str) -> dict:
         system, run = systems[name], runs[name]
@@ -425,36 +426,43 @@ def reproduce_text(
             rows += sample_rows(model, run, tested, reference, known_words, budget.draws, folder_of(out, system))
         about["measuring_seconds"] = time.perf_counter() - started
         if system.added_to:
-            about["base"] = done[system.added_to]["signature"]
-        return about | {"table": table, "rows": [{"system": name} | row for row in rows]}
+            about["base"] = done[system.added_to]["configuration"]
+        return about | {"rows": [{"system": name} | row for row in rows]}
 
-    run_systems(runs, done, out, command, device, run_system)
-    if budget.draws:
-        judge_all(systems, done, tested, out, device, on_note)
-    about = ("training_seconds", "measuring_seconds", "latent_kl", "parameters", "characters", "block", "judge")
-    results = collect(table, list(systems), done, about, command, device) | {"data": Path(source).name}
-    if budget.draws:
-        results["test_text"] = known(text_quality(reference, reference, words()))
-    return write_results(results, out)
+    def write() -> dict:
+        results = collect(table, list(systems), done, command, device) | {"data": Path(source).name}
+        if budget.draws:
+            results["test_text"] = quality_of_test_text()
+        return write_results(results, out)
+
+    results = run_systems(runs, done, command, device, run_system, write)
+    if budget.draws and judge_all(systems, done, tested, out, device, on_note):
+        results = write()
+    return results
 
 
 def require_same_base(systems: dict[str, System], runs: dict[str, RunConfig], done: dict[str, dict], out: Path) -> None:
     """A system that began with another must not outlive its change."""
     for name, part in done.items():
         if name in systems and (base := systems[name].added_to):
-            now = part.get("base", "null")
-            same = is_of(now, runs[base]) if base in runs else base in done and now == done[base]["signature"]
-            folder = folder_of(out, systems[name])
-            require(same, f"{name} began with another {base!r}: remove {folder} and {out / 'partial.json'} to train it anew")
+            now = part.get("base")
+            if now is None:
+                continue
+            if base in runs:
+                same = is_of(now, runs[base])
+            else:
+                same = base in done and with_new_fields(now) == with_new_fields(done[base]["configuration"])
+            require(same, f"{name} began with another {base!r}: expected another --out, to train it anew")
 
 
 def judge_all(
     systems: dict[str, System], done: dict[str, dict], data: TextData, out: Path, device: str, on_note: Callable[[str], None]
-) -> None:
-    """Of all systems whose samples are here, whether the judge was trained before or after them."""
-    judge = find_judge(out, device)
+) -> bool:
+    """Of all systems whose samples are here, whether the judge was trained before or after them. True: there is news."""
+    judge, news = find_judge(out, device), False
     if judge is None:
-        return on_note(f"no judge is trained here, so that samples are not judged: --only '{JUDGE.name}' trains it")
+        on_note(f"no judge is trained here, so that samples are not judged: --only '{JUDGE.name}' trains it")
+        return news
     who = hashlib.sha256((folder_of(out, JUDGE) / WEIGHTS_FILE).read_bytes()).digest()
     for name, part in done.items():
         if name not in systems or systems[name].judge:
@@ -468,14 +476,14 @@ def judge_all(
             judged = [{"system": name} | row for row in judged_rows(judge, data, folder)]
             part["rows"] = [row for row in part["rows"] if row["metric"] != "judged_bits"] + judged
             part["judged"] = which
-            write_atomically(out / "partial.json", json.dumps(done))
+            news = True
+    return news
 
 
-def require_same_text(out: Path, done: dict[str, dict], source: str, length: int, table: str) -> None:
+def require_same_text(out: Path, done: dict[str, dict], source: str, length: int) -> None:
     """Systems of one table are measured on the same rows."""
     for part in done.values():
-        before, other = json.loads(part["signature"]), part.get("table", table)
-        require(other == table, f"{out} holds a run of {other}: expected another --out for {table}")
+        before = part["configuration"]
         text, characters = before["data"]["name"], before["model"]["length"]
         same = (text, characters) == (source, length)
         require(same, f"{out} holds a run of {text} in rows of {characters}: expected that, or another --out")

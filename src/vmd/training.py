@@ -142,9 +142,7 @@ def draw_batch(
     flat, r = x0.flatten(0, -2), config.block_size
     if objective.masking == "steps":
         whole = objective.z == "once" and config.has_latent and max(objective.steps) > 1
-        masks = draw_steps(
-            flat, r, objective.steps, whole=whole, alone=config.draft > 0, fixed=fixed, generator=generator, rows=rows
-        )
+        masks = draw_steps(flat, r, objective.steps, whole=whole, fixed=fixed, generator=generator, rows=rows)
     else:
         masks = draw_masks(
             flat, r, kind=objective.masking, whole=objective.whole, fixed=fixed, generator=generator, rows=rows
@@ -175,9 +173,10 @@ def mean_loss(
     free_bits: float,
     focal: float = 0.0,
     score_entropy: bool = False,
+    together: float = 0.0,
 ) -> Loss:
     """Nats per token, (): of one model, or (M,): of each model of an ensemble. Pure: this is what gets compiled."""
-    loss = model(batch.x0, batch.masks, batch.noise, kl_weight, free_bits, focal, score_entropy)
+    loss = model(batch.x0, batch.masks, batch.noise, kl_weight, free_bits, focal, score_entropy, together)
     return Loss(*(part.mean(-1) / batch.x0.shape[-1] for part in loss))
 
 
@@ -333,7 +332,7 @@ class Step:
             last = index + 1 == len(parts)
             with gradients_kept_local(self.network, not last), precision(self.run.training.precision):
                 objective = self.run.objective
-                ways = (objective.free_bits, objective.focal, objective.score_entropy)
+                ways = (objective.free_bits, objective.focal, objective.score_entropy, objective.together)
                 loss = self.loss_function(self.network, part, kl_weight, *ways)
                 (loss.total.sum() / len(parts)).backward()
             losses.append(Loss(*(value.detach() for value in loss)))
