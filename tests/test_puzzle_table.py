@@ -19,7 +19,7 @@ from command import refused, settings, vmd
 from helpers import NO_LATENT, close, latent
 from test_solving import GRIDS, SMALL, oracle, unless_it_begins_with_one, untrained
 from vmd import figures, puzzle_table
-from vmd.config import ModelConfig, RunConfig, from_dict, override_all, to_dict
+from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict, override_all, to_dict
 from vmd.data.sudoku import Layout, Puzzles, draw_puzzles, load_puzzles
 from vmd.figures import draw_sudoku
 from vmd.metrics import share_error
@@ -246,18 +246,31 @@ def test_no_puzzle_that_is_tested_was_trained_on(kind):
 
 def test_puzzles_are_made_once_and_read_from_then_on(tmp_path, monkeypatch):
     budget, notes = replace(FULL, sizes={"any": (6, 2), "grid": (5, 2), "multi": (4, 2)}), []
-    sets = puzzle_sets(tmp_path, budget, {"any", "grid"}, False, notes.append)
+    assert puzzle_sets(tmp_path / "none", budget, {"multi"}, False, notes.append).keys() == {"multi"}
+    notes.clear()
+    sets = puzzle_sets(tmp_path / "all", budget, {"any", "grid"}, False, notes.append)
     assert {kind: (len(a), len(b)) for kind, (a, b) in sets.items()} == {"any": (6, 2), "grid": (5, 2)}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["any", "grid"]
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["any", "grid"]
     assert len(notes) == 2
     monkeypatch.setattr(puzzle_table, "make_puzzles", lambda *args, **options: 1 / 0)
-    again = puzzle_sets(tmp_path, budget, {"any", "grid", "hard"}, False, notes.append)
+    again = puzzle_sets(tmp_path / "all", budget, {"any", "grid"}, False, notes.append)
     assert len(notes) == 2
     for kind, parts in sets.items():
         for before, after in zip(parts, again[kind], strict=True):
             assert np.array_equal(before.puzzle, after.puzzle)
             assert np.array_equal(before.solution, after.solution)
-    assert np.array_equal(load_puzzles(tmp_path / "any/test.sudoku").puzzle, sets["any"][1].puzzle)
+    assert np.array_equal(load_puzzles(tmp_path / "all/any/test.sudoku").puzzle, sets["any"][1].puzzle)
+
+
+def test_few_puzzles_are_made_of_kinds_that_are_only_tested_and_never_trained_on(tmp_path):
+    budget = replace(FULL, sizes={"logic": (150, 3), "any": (200, 2)})
+    sets = puzzle_sets(tmp_path, budget, {"logic"}, False, lambda text: None)
+    assert {kind: (len(a), len(b)) for kind, (a, b) in sets.items()} == {"logic": (150, 3), "any": (100, 2)}
+    with pytest.raises(InvalidInput, match=r"any/train.sudoku: 100 puzzles: expected 200 or more"):
+        puzzle_sets(tmp_path, budget, {"any"}, False, lambda text: None)
+    more = replace(budget, sizes={"logic": (150, 4)})
+    with pytest.raises(InvalidInput, match=r"logic/test.sudoku: 3 puzzles: expected 4 or more"):
+        puzzle_sets(tmp_path, more, {"logic"}, False, lambda text: None)
 
 
 PLANS = {quick: {s.name: planned(s, QUICK if quick else FULL, quick, [], "cpu") for s in SYSTEMS} for quick in (False, True)}

@@ -125,21 +125,35 @@ QUICK = Budget(  # 4x4 boards
 )
 
 
-def puzzle_sets(folder: Path, budget: Budget, kinds: set[str], quick: bool, note: Callable[[str], None]) -> dict:
-    """{kind: (to train on, to test on)}: read from the folder, or made there. Small boards are made in memory."""
+SOLVED = ("logic", "any", "hard")  # what systems that solve puzzles are tested on, whatever they were trained on
+
+
+def puzzle_sets(folder: Path, budget: Budget, trained: set[str], quick: bool, note: Callable[[str], None]) -> dict:
+    """{kind: (to train on, to test on)}: read from the folder, or made there. Small boards are made in memory.
+
+    `trained`: the kinds that systems are trained on. Of others there may be fewer puzzles to train on.
+    """
     sets = {}
+    tested = trained if trained <= {"multi", "grid"} else trained.union(SOLVED)
     for kind, (train_size, test_size) in budget.sizes.items():
-        if kind not in kinds:
+        if kind not in tested:
             continue
         if quick:
             sets[kind] = split_small(draw_puzzles(train_size + 2 * test_size, kind, seed=0, box=2), test_size)
             continue
         here = folder / kind
+        if kind not in trained:
+            train_size = min(train_size, 100)
         if not (here / "train.sudoku").is_file():
-            note(f"making {train_size:,} puzzles of kind {kind}")
+            note(f"making {train_size + test_size:,} puzzles of kind {kind}")
             with progress_bar(f"puzzles, {kind}", train_size + test_size) as update:
                 make_puzzles(train_size, test_size, kind, 0, here, on_progress=update)
-        sets[kind] = (load_puzzles(here / "train.sudoku"), load_puzzles(here / "test.sudoku"))
+        sets[kind] = parts = (load_puzzles(here / "train.sudoku"), load_puzzles(here / "test.sudoku"))
+        for part, wanted, side in zip(parts, (train_size, test_size), ("train", "test"), strict=True):
+            enough = len(part) >= wanted
+            require(
+                enough, f"{here / side}.sudoku: {len(part):,} puzzles: expected {wanted:,} or more: remove it to make them"
+            )
     return sets
 
 
@@ -311,7 +325,7 @@ def measure(system: System, model: VMD, sets: dict, budget: Budget) -> list[dict
         return grid_rows(model, budget.grids, (*(c for c in (1, 5, 20, 40) if c < cells), cells))
     in_place = system.preset in ("sudoku", "sudoku-mdm", "sudoku-gaussian")
     rows = []
-    for kind in ("logic", "any", "hard"):
+    for kind in SOLVED:
         if kind not in sets:
             continue
         tested = sets[kind][1]
@@ -367,8 +381,7 @@ def reproduce_sudoku(
     runs = {system.name: planned(system, budget, quick, overrides or [], device) for system in chosen}
     done = read_done(out, resume, "sudoku")
     make_folder(out)
-    kinds = {system.trained_on for system in chosen} | {"logic", "any", "hard"}
-    sets = puzzle_sets(data, budget, kinds, quick, on_note)
+    sets = puzzle_sets(data, budget, {system.trained_on for system in chosen}, quick, on_note)
 
     def run_one(name: str) -> dict:
         return run_system(systems[name], runs[name], sets, budget, out, device, resume)
