@@ -1,4 +1,4 @@
-"""A chain of codes, one for each token of a block: sums over all chains, draws, and what a model makes of it."""
+"""A chain of codes, one for each token or for some neighbours: sums over all chains, draws, and what a model makes of it."""
 
 import itertools
 import math
@@ -104,25 +104,27 @@ def test_draws_follow_the_chain():
 
 
 @heads
-@pytest.mark.parametrize(("length", "r"), [(4, 4), (4, 2), (3, 1), (6, 3)])
+@pytest.mark.parametrize(
+    ("length", "r", "span"), [(4, 4, 1), (4, 2, 1), (3, 1, 1), (6, 3, 1), (8, 4, 2), (6, 6, 3), (4, 2, 2)]
+)
 @torch.no_grad()
-def test_a_score_is_the_log_probability_under_that_token_s_code(head, length, r):
-    model = strong_model(length, r, V, chain(head=head))
+def test_a_score_is_the_log_probability_under_that_token_s_code(head, length, r, span):
+    model = strong_model(length, r, V, chain(head=head, span=span))
     x0 = random_tokens(5, length, V)
     masks = draw_steps(x0, r, (max(1, r - 1),), generator=torch.Generator().manual_seed(0))
     xt = apply_mask(x0, masks.mask, V)
     scores = model.codes(xt, x0, masks.target)
     assert isinstance(scores, ChainCodes)
-    codes = torch.randint(K, (5, length // r, r), generator=torch.Generator().manual_seed(2))
+    codes = torch.randint(K, (5, length // r, r // span), generator=torch.Generator().manual_seed(2))
     log_p = model.denoise(xt, x0, codes.float()).log_softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1) * masks.target
     chosen = scores.log_likelihood.gather(-1, codes.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(chosen.flatten(1), log_p, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(chosen.flatten(1), log_p.unflatten(1, (-1, span)).sum(-1), atol=1e-5, rtol=1e-4)
 
 
 @heads
-@pytest.mark.parametrize(("length", "r"), [(3, 3), (4, 2)])
-def test_probabilities_sum_to_one_at_every_number_of_steps(head, length, r):
-    model = strong_model(length, r, V, chain(head=head))
+@pytest.mark.parametrize(("length", "r", "span"), [(3, 3, 1), (4, 2, 1), (4, 4, 2), (4, 2, 2)])
+def test_probabilities_sum_to_one_at_every_number_of_steps(head, length, r, span):
+    model = strong_model(length, r, V, chain(head=head, span=span))
     rows = all_sequences(length, V)
     for steps in range(1, r + 1):
         for z in ("fresh", "once"):
@@ -132,8 +134,9 @@ def test_probabilities_sum_to_one_at_every_number_of_steps(head, length, r):
 
 @heads
 @pytest.mark.parametrize("z", ["once", "fresh"])
-def test_samples_have_the_probabilities_that_are_certified(head, z):
-    model = strong_model(4, 2, V, chain(head=head))
+@pytest.mark.parametrize(("r", "span"), [(2, 1), (4, 2)])
+def test_samples_have_the_probabilities_that_are_certified(head, z, r, span):
+    model = strong_model(4, r, V, chain(head=head, span=span))
     rows = all_sequences(4, V)
     for steps in (1, 2):
         expected = (-exact_nll(enumerate_orders(model, rows, steps, z=z))).exp()
@@ -143,13 +146,61 @@ def test_samples_have_the_probabilities_that_are_certified(head, z):
         assert chi_square_p(counts, expected) > 1e-3
 
 
-def test_cached_samples_are_the_uncached_ones():
-    model = strong_model(8, 2, V, chain())
+@pytest.mark.parametrize(("r", "span"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("rule", ["sample", "argmax"])
+def test_cached_samples_are_the_uncached_ones(r, span, rule):
+    model = strong_model(8, r, V, chain(span=span))
     seeds = list(range(20))
-    drawn = [model.sample(20, steps=2, rule="sample", z="fresh", seeds=seeds, cache=cache) for cache in (True, False)]
+    drawn = [
+        model.sample(20, steps=2, order="prob", rule=rule, z="fresh", seeds=seeds, cache=cache) for cache in (True, False)
+    ]
     assert torch.equal(drawn[0].tokens, drawn[1].tokens)
     assert drawn[0].z is not None
-    assert drawn[0].z.shape == (20, 4, 2)
+    assert drawn[0].z.shape == (20, 8 // r, r // span)
+
+
+@heads
+@torch.no_grad()
+def test_a_span_of_the_whole_block_is_one_code_for_it(head):
+    """The same weights, the same law: the table of what follows what is not used."""
+    one = strong_model(4, 2, V, LatentConfig(kind="categorical", codes=K, head=head))
+    whole = VMD(tiny_config(4, 2, V, chain(head=head, span=2))).eval()
+    missing = whole.load_state_dict(one.state_dict(), strict=False).missing_keys
+    assert missing == ["decoder.pathway.code_next.weight"]
+    rows = all_sequences(4, V)
+    for steps in (1, 2):
+        found, expected = (exact_nll(enumerate_orders(model, rows, steps)) for model in (whole, one))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    canvas = torch.full((1, 4), V)
+    marginals = [m.decoder.code_marginals(m.decoder.code_features(canvas, canvas)) for m in (whole, one)]
+    torch.testing.assert_close(*marginals, atol=1e-5, rtol=1e-5)
+
+
+@heads
+@pytest.mark.parametrize("span", [1, 2])
+@torch.no_grad()
+def test_the_belief_of_all_codes_is_the_sum_over_all_chains(head, span):
+    """log p(x_i) of single tokens, against one step's law of whole blocks."""
+    model = strong_model(4, 4, V, chain(head=head, span=span))
+    canvas, rows = torch.full((1, 4), V), all_sequences(4, V)
+    law_of_block = (-exact_nll(enumerate_orders(model, rows, 1))).exp().view(V, V, V, V)
+    found = model.decoder.code_marginals(model.decoder.code_features(canvas, canvas))[0].exp()
+    for place in range(4):
+        others = tuple(i for i in range(4) if i != place)
+        torch.testing.assert_close(found[place], law_of_block.sum(others).float(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("latent", "block", "told"),
+    [
+        ({"kind": "chain", "span": 3}, 4, "span=3: expected a divisor of the block size 4"),
+        ({"kind": "chain", "span": 0}, 4, "span=0: expected a number at least 1"),
+        ({"kind": "categorical", "span": 2}, 4, "span=2: expected 1 without a chain"),
+    ],
+)
+def test_spans_that_do_not_fit_are_refused(latent, block, told):
+    with pytest.raises(InvalidInput, match=f"model.latent.{told}"):
+        ModelConfig(V, 8, block, latent=LatentConfig(codes=K, **latent))
 
 
 @heads

@@ -170,7 +170,7 @@ def test_every_system_is_planned_as_its_name_says(plans):
             assert (run.model.draft > 0) is name.startswith("draft")
             assert (run.objective.masking == "steps") is ("for one step" in name)
             assert run.objective.steps == (1,)
-            twice = name.startswith(("codes", "draft")) and "for one step" not in name
+            twice = name.startswith(("codes", "draft", "chain")) and "for one step" not in name
             assert (run.objective.together > 0) is twice
             assert run.objective.score_entropy is (name == "SEDD")
             paper = name.startswith("the paper")
@@ -747,6 +747,7 @@ CHANGES = {
     "half whole": {"objective.whole": 0.5},
     "for one step": {"objective.masking": "steps"},  # of one step is the default
     "a chain": {"model.latent.kind": "chain"},
+    "a chain of two": {"model.latent.kind": "chain"},
     "KL weight r/128": {"objective.kl_weight": 4 / 128},
     "rate 0.004": {"training.learning_rate": 0.004},
     "rate 0.016": {"training.learning_rate": 0.016},
@@ -767,12 +768,10 @@ def test_every_system_of_the_scan_changes_one_thing(scans):
                 continue
             what = name.removeprefix(f"{base}, ")
             expected = CHANGES.get(what, {"training.steps": 4 * runs[base].training.steps})
-            if runs[base].objective.together and what in (
-                "half whole",
-                "for one step",
-                "a chain",
-            ):  # with which it does not go
+            if runs[base].objective.together and what in ("half whole", "for one step"):  # with which it does not go
                 expected = expected | {"objective.together": 0}
+            if what == "a chain of two":
+                expected = expected | {"model.latent.span": run.model.block_size // 2}
             found = changed(run, runs[base])
             found.pop("training.compile", None)  # which does not change results
             assert found == expected, name

@@ -54,6 +54,7 @@ class LatentConfig:
     head_dim: int = 0  # rank of the bilinear head; 0: the width
     code_layers: int = 0  # the code also modulates the last layers, this many: better, at their cost for every code
     code_chunk: int = 0  # codes scored at a time, to bound memory; 0: as many as fit a fixed budget
+    span: int = 1  # of a chain: so many neighbours share a code; half the block size: two codes for a block
 
     def __post_init__(self) -> None:
         require_literals("model.latent", self)
@@ -64,6 +65,10 @@ class LatentConfig:
         require_range("model.latent.head_dim", self.head_dim, 0, 65_536)
         require_range("model.latent.code_layers", self.code_layers, 0, 1_000)
         require_range("model.latent.code_chunk", self.code_chunk, 0)
+        require_range("model.latent.span", self.span, 1)
+        require(
+            self.span == 1 or self.kind == "chain", f"model.latent.span={self.span}: expected 1 without a chain of codes"
+        )
         require(
             not (self.coded and self.prior == "learned"),
             "model.latent.prior=learned: expected normal with a latent of codes, whose prior is learned anyway",
@@ -153,6 +158,10 @@ class ModelConfig:
                 self.length % self.block_size == 0,
                 f"model.block_size={self.block_size}: expected a divisor of the length {self.length}",
             )
+        require(
+            not self.block_size or self.block_size % self.latent.span == 0,
+            f"model.latent.span={self.latent.span}: expected a divisor of the block size {self.block_size}",
+        )
         require(
             not self.symbols or not self.vocab_size or len(self.symbols) == self.vocab_size,
             f"model.symbols has {len(self.symbols)} names: expected one for each of the {self.vocab_size} token ids",
@@ -251,8 +260,7 @@ class ObjectiveConfig:
         )
         if self.together:
             share = f"objective.together={self.together}"
-            drafts = model.draft > 0 or model.latent.kind == "categorical"
-            require(drafts, f"{share}: expected 0 without codes (model.latent.kind=categorical) or a draft head")
+            require(model.draft > 0 or model.latent.coded, f"{share}: expected 0 without codes or a draft head")
             require(self.masking == "counts", f"{share}: expected 0 with objective.masking={self.masking}")
             require(not self.whole, f"{share}: expected 0 with objective.whole={self.whole}")
             require(not self.focal, f"{share}: expected 0 with objective.focal={self.focal}")

@@ -80,7 +80,8 @@ def diagnose_codes(model: VMD, x0: Tensor, fixed: Tensor | None, tokens: int, on
     chain = model.config.latent.kind == "chain"
     blocks = len(posterior) // len(x0)
     usage_by_block = posterior.unflatten(0, (len(x0), blocks)).mean(0)  # (blocks, K)
-    each = model.config.block_size if chain else 1  # of a chain, the sum over tokens of what each one's own code says
+    # Of a chain, the sum over its codes of what each says by itself.
+    each = model.config.block_size // model.config.latent.span if chain else 1
     kl = each * float((posterior * ((posterior + 1e-30).log() - log_prior)).sum(-1).mean())
     own = torch.special.entr(posterior).sum(-1).mean()
     information = each * float(torch.special.entr(usage_by_block).sum(-1).mean() - own)
@@ -101,7 +102,7 @@ def diagnose_codes(model: VMD, x0: Tensor, fixed: Tensor | None, tokens: int, on
 def code_posterior(model: VMD, x0: Tensor, fixed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Posterior, log-prior and log-likelihood of every code at the first step of every block that is not given whole.
 
-    Each is (B * blocks, K), the blocks of a row beside each other. Of a chain: of each token's code, (B * tokens, K).
+    Each is (B * blocks, K), the blocks of a row beside each other. Of a chain: of each of its codes, (B * codes, K).
     """
     config = model.config
     mask = torch.ones_like(x0, dtype=torch.bool) if fixed is None else (~fixed).expand_as(x0)

@@ -45,8 +45,9 @@ def forward_flops(config: ModelConfig) -> float:
             total += network(z.prior_layers) + blocks * 2 * d * 2 * z.dim
     if z.coded:
         chain = z.kind == "chain"
-        total += (length if chain else blocks) * 2 * d * z.codes  # the prior
-        total += (length - blocks) * 4 * z.codes**2 if chain else 0  # from a token's codes to the next one's
+        codes = length // z.span if chain else blocks
+        total += codes * 2 * d * z.codes  # the prior
+        total += (codes - blocks) * 4 * z.codes**2  # of a chain, from a code to the next one
         times = z.codes if z.code_layers else 1
         if z.code_layers:  # the noisy stream runs through the last layers for every code, not once
             total += (z.codes - 1) * one_stream(z.code_layers, own + earlier)
@@ -86,7 +87,7 @@ def sampling_flops(config: ModelConfig, steps: int) -> float:
         if z.prior == "learned":
             total += network(z.prior_layers, 1) + blocks * 2 * d * 2 * z.dim
     if z.coded:
-        total += (config.length if z.kind == "chain" else blocks) * 2 * d * z.codes
+        total += (config.length // z.span if z.kind == "chain" else blocks) * 2 * d * z.codes
         total += blocks * 2 * 6 * d * d * (min(1, z.code_layers) if z.shared_modulation else z.code_layers)
         if z.head == "bilinear":
             total += steps * 2 * config.length * (z.head_dim or d) * (d + c.vocab_size)

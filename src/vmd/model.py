@@ -130,9 +130,10 @@ class VMD(nn.Module):
         )
 
     def latent_shape(self, batch: int) -> tuple[int, int, int] | None:
-        """(B, blocks, dim) of the latents of a batch, dim 1 for code numbers, r for a chain's; None for a model without."""
-        dims = {"none": 0, "gaussian": self.config.latent.dim, "categorical": 1, "chain": self.config.block_size}
-        dim = dims[self.config.latent.kind]
+        """(B, blocks, dim) of the latents of a batch, dim 1 for code numbers, r / span for a chain's; None without one."""
+        latent = self.config.latent
+        dims = {"none": 0, "gaussian": latent.dim, "categorical": 1, "chain": self.config.block_size // latent.span}
+        dim = dims[latent.kind]
         return (batch, self.config.blocks, dim) if dim else None
 
     def predictor(self, batch: int, *, cached: bool = True, recorded: bool = False) -> "Predictor":

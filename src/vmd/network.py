@@ -438,13 +438,20 @@ class Decoder(nn.Module):
         return CodeFeatures(h, cache, cache.positions, self.code_prior(h))
 
     def code_prior(self, h: Tensor) -> Categorical | CodeChain:
-        """pi(k^b | revealed tokens of the block, earlier blocks); of a chain, from each token's own place."""
+        """pi(k^b | revealed tokens of the block, earlier blocks); of a chain, from each code's own tokens."""
         pathway, blocks = self.code_pathway, h.shape[1] // self.config.block_size
         if self.config.latent.kind == "chain":
-            bias = pathway.prior(pathway.prior_norm(h)).float()
+            bias = pathway.prior(self.pool(pathway.prior_norm(h), h.shape[1] // self.config.latent.span)).float()
             return CodeChain(bias.unflatten(1, (blocks, -1)), limited(pathway.code_next.weight.float(), NEXT_LIMIT))
         pooled = self.pool(pathway.prior_norm(h), blocks)
         return Categorical(pathway.prior(pooled).float().log_softmax(-1))
+
+    def code_weights(self, prior: Categorical | CodeChain) -> Tensor:
+        """log pi of the code of each token, (B, L, K), whatever the others' are."""
+        if isinstance(prior, CodeChain):
+            by_code = torch.stack(prior.forward_messages(torch.zeros_like(prior.bias)), dim=-2).flatten(1, 2)
+            return by_code.repeat_interleave(self.config.latent.span, dim=1)
+        return prior.log_probs.repeat_interleave(self.config.block_size, dim=1)
 
     def last_layers(self, features: CodeFeatures, code: Tensor) -> Tensor:
         """The layers that see the code, for codes (B * n, C), n of them for each row -> normalised (B * n, L, D)."""
@@ -462,10 +469,10 @@ class Decoder(nn.Module):
         return self.trunk.norm(h)
 
     def code_logits(self, features: CodeFeatures, code: Tensor) -> Tensor:
-        """Logits (B, L, V) under the chosen codes: one for each block, (B, C, 1), or for each token, (B, C, r)."""
+        """Logits (B, L, V) under the chosen codes: one for each block, (B, C, 1), or for each span, (B, C, r / span)."""
         pathway = self.code_pathway
         if self.config.latent.kind == "chain":
-            h = self.trunk.norm(features.h)
+            h, code = self.trunk.norm(features.h), code.repeat_interleave(self.config.latent.span, dim=2)
             if self.config.latent.head == "additive":
                 own = pathway.tables(code).diagonal(dim1=2, dim2=3)  # (B, C, V, r): of each place, its own code's
                 return self.head(h) + own.transpose(2, 3).flatten(1, 2)
@@ -481,22 +488,24 @@ class Decoder(nn.Module):
     def code_scores(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes | ChainCodes:
         """log pi_k and the sum over each block's target tokens of log p(x0_i | k), for every code: (B, C, K) each.
 
-        Of a chain, log p(x0_i | k) of every token, (B, C, r, K), and what the chain is.
+        Of a chain, the sum over each code's own targets, (B, C, r / span, K), and what the chain is.
         """
         features = self.code_features(xt, x0)
         found = torch.cat([part for part, _ in self._score_codes(features, x0, target)], dim=-1)
-        prior = features.prior
-        return ChainCodes(prior, found) if isinstance(prior, CodeChain) else Codes(prior.log_probs, found)
+        return self._with_prior(features.prior, found)
 
-    def code_scores_twice(self, xt: Tensor, x0: Tensor, target: Tensor) -> tuple[Codes, Tensor]:
+    def code_scores_twice(self, xt: Tensor, x0: Tensor, target: Tensor) -> tuple[Codes | ChainCodes, Tensor]:
         """The same, and what targets cost each by itself: the sum over a block's of log sum_k pi_k p(x0_i | k), (B, C)."""
         features = self.code_features(xt, x0)
-        assert isinstance(features.prior, Categorical)
-        found, alone = zip(*self._score_codes(features, x0, target, alone=True), strict=True)
+        scores = self._score_codes(features, x0, target, self.code_weights(features.prior))
+        found, alone = zip(*scores, strict=True)
         by_token = torch.stack(alone).logsumexp(0).masked_fill(~target, 0.0).unflatten(1, (self.config.blocks, -1))
-        return Codes(features.prior.log_probs, torch.cat(found, dim=-1)), by_token.sum(2)
+        return self._with_prior(features.prior, torch.cat(found, dim=-1)), by_token.sum(2)
 
-    def _score_codes(self, features: CodeFeatures, x0: Tensor, target: Tensor, alone: bool = False) -> list[tuple]:
+    def _with_prior(self, prior: Categorical | CodeChain, found: Tensor) -> Codes | ChainCodes:
+        return ChainCodes(prior, found) if isinstance(prior, CodeChain) else Codes(prior.log_probs, found)
+
+    def _score_codes(self, features: CodeFeatures, x0: Tensor, target: Tensor, weights: Tensor | None = None) -> list[tuple]:
         """`_score_some` of all codes, in as many parts as memory asks for."""
         c = self.config
         codes = torch.arange(c.latent.codes, device=x0.device)
@@ -505,23 +514,20 @@ class Decoder(nn.Module):
         parts = []
         for some in codes.split(chunk):
             if chunk < len(codes) and torch.is_grad_enabled():  # forget the chunk's activations, make them again
-                arguments = (features, some, x0, target, alone)
+                arguments = (features, some, x0, target, weights)
                 parts.append(checkpoint(self._score_some, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
-                parts.append(self._score_some(features, some, x0, target, alone))
+                parts.append(self._score_some(features, some, x0, target, weights))
         return parts
 
     def _score_some(
-        self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor, alone: bool
+        self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(B, C, n) for n codes, of a chain (B, C, r, n); if asked for, log sum_k pi_k p(x0_i | k) over these, (B, L)."""
+        """(B, C, n) for n codes, of a chain (B, C, r/span, n); with weights, log sum_k pi_k p(x0_i | k) of these, (B, L)."""
         log_p = self._score_tokens(features, some, x0)
         chosen = log_p.masked_fill(~target.unsqueeze(-1), 0.0).unflatten(1, (self.config.blocks, -1))
-        if not alone:
-            return chosen if self.config.latent.kind == "chain" else chosen.sum(2), None
-        assert isinstance(features.prior, Categorical)
-        log_prior = features.prior.log_probs[..., some].repeat_interleave(self.config.block_size, dim=1)
-        return chosen.sum(2), (log_prior + log_p).logsumexp(-1)
+        chosen = chosen.unflatten(2, (-1, self.config.latent.span)) if self.config.latent.kind == "chain" else chosen
+        return chosen.sum(-2), None if weights is None else (weights[..., some] + log_p).logsumexp(-1)
 
     def _score_tokens(self, features: CodeFeatures, some: Tensor, x0: Tensor) -> Tensor:
         """log p(x0_i | k) of every token, (B, L, n)."""
@@ -553,12 +559,8 @@ class Decoder(nn.Module):
 
     def code_marginals(self, features: CodeFeatures) -> Tensor:
         """log p(x_i) of every token, summed over codes, (B, L, V); of codes that enter through the output layer alone."""
-        c, prior = self.config, features.prior
+        c, weights = self.config, self.code_weights(features.prior)
         assert not c.latent.code_layers, "each code would take a pass of its own"
-        if isinstance(prior, CodeChain):
-            weights = prior.marginals(torch.zeros_like(prior.bias)).log().flatten(1, 2)  # (B, L, K)
-        else:
-            weights = prior.log_probs.repeat_interleave(c.block_size, dim=1)
         h = self.trunk.norm(features.h).unsqueeze(2)
         codes = torch.arange(c.latent.codes, device=h.device)
         parts = []

@@ -40,10 +40,10 @@ class Codes(NamedTuple):
 
 
 class ChainCodes(NamedTuple):
-    """The same for a chain, which has a code for each token."""
+    """The same for a chain, which has a code for each token, or for each span of them."""
 
-    chain: CodeChain  # biases (B, blocks, r, K)
-    log_likelihood: Tensor  # (B, blocks, r, K): log p(x_i | revealed, earlier, k_i) of targets, 0 elsewhere
+    chain: CodeChain  # biases (B, blocks, r / span, K)
+    log_likelihood: Tensor  # (B, blocks, r / span, K): sum over a span's targets of log p(x_i | revealed, earlier, k)
 
     def log_joint(self) -> Tensor:
         """(B, blocks, K), by the last token's code."""
@@ -60,7 +60,7 @@ class ChainCodes(NamedTuple):
 # (xt, x0, target) -> Codes
 ScoreCodes = Callable[[Tensor, Tensor, Tensor], Codes | ChainCodes]
 # (xt, x0, target) -> Codes, and the sum over each block's targets of log sum_k pi_k p(x_i | k), (B, blocks)
-ScoreCodesTwice = Callable[[Tensor, Tensor, Tensor], tuple[Codes, Tensor]]
+ScoreCodesTwice = Callable[[Tensor, Tensor, Tensor], tuple[Codes | ChainCodes, Tensor]]
 
 
 class Loss(NamedTuple):
@@ -148,13 +148,14 @@ def both_ways(alone: Tensor, joint: Tensor, masks: Masks, together: float) -> Te
 
 
 def code_objective_together(codes: ScoreCodesTwice, x0: Tensor, masks: Masks, mask_id: int, together: float) -> Loss:
-    """The KL is that of the tokens that are written in one step."""
+    """The KL is that of the tokens that are written in one step; of a chain it is not split off."""
     terms, log_alone = codes(apply_mask(x0, masks.mask, mask_id), x0, masks.target)
     log_joint = terms.log_joint()
     joint = -log_joint.logsumexp(-1)  # (B, blocks)
-    kl = (joint + (log_joint.softmax(-1) * terms.log_likelihood).sum(-1)).sum(-1)
-    total = both_ways(-log_alone, joint, masks, together)
-    return Loss(total, total - together * kl, kl)
+    total, kl = both_ways(-log_alone, joint, masks, together), torch.zeros_like(joint)
+    if isinstance(terms, Codes):
+        kl = joint + (log_joint.softmax(-1) * terms.log_likelihood).sum(-1)
+    return Loss(total, total - together * kl.sum(-1), kl.sum(-1))
 
 
 def draft_objective_together(denoise: Denoise, x0: Tensor, masks: Masks, mask_id: int, together: float) -> Loss:

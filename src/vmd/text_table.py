@@ -75,7 +75,7 @@ SYSTEMS = (
     System("codes, r = 16", "text", 16),
     System("draft for one step, r = 16", "text-draft", 16, ONE_STEP),
     System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
-    System("chain, r = 4", "text", 4, (*BY_COUNTS, "model.latent.kind=chain")),
+    System("chain, r = 4", "text", 4, ("model.latent.kind=chain",)),
     System("BD3-LM, r = 4, second seed", "text-mdm", 4, second_seed=True),
     System("codes, r = 4, second seed", "text", 4, second_seed=True),
     System("draft for one step, r = 4, second seed", "text-draft", 4, ONE_STEP, second_seed=True),
@@ -121,8 +121,11 @@ SCAN = (
     *(variant(system, name, *how) for system in (BLIND, CODES_64) for name, how in TRAINED_OTHERWISE.items()),
     variant(coded(64, 8), "for one step", *ONE_STEP),
     # What else may make tokens agree.
-    variant(CODES_64, "a chain", *BY_COUNTS, "model.latent.kind=chain"),
-    variant(coded(64, 8), "a chain", *BY_COUNTS, "model.latent.kind=chain"),
+    *(
+        variant(coded(64, block), name, "model.latent.kind=chain", *span)
+        for block in (4, 8)
+        for name, span in (("a chain", ()), ("a chain of two", (f"model.latent.span={block // 2}",)))
+    ),
     GAUSSIAN_Z,
     variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
     DRAFT,
