@@ -628,6 +628,15 @@ def test_a_table_goes_on_from_its_results_alone(whole, tmp_path, monkeypatch):
     assert results["systems"]["ours, no z"] == read(tmp_path / "first")["systems"]["ours, no z"]
 
 
+def test_small_boards_do_not_stand_in_a_table_of_large_ones(tmp_path):
+    committed = Path(__file__).parents[1] / "results/sudoku/results.json"
+    (tmp_path / "out").mkdir()
+    shutil.copy(committed, tmp_path / "out")
+    told = refused(*quick_words(tmp_path / "out", "--resume", "--only", "ours, no z"), folder=tmp_path / "out")
+    assert "of a full run: expected another --out" in told
+    assert (tmp_path / "out/results.json").read_bytes() == committed.read_bytes()
+
+
 def test_the_committed_table_is_of_the_systems_as_they_are_now():
     """So that it can go on: a preset that changes makes its row another system's."""
     done = read_done(Path(__file__).parents[1] / "results/sudoku", True, "sudoku")

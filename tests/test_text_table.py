@@ -196,7 +196,9 @@ def test_second_seeds_and_misfits_are_named(tmp_path):
     both = ("--only", "codes, r = 4", "--only", "codes, r = 4, second seed")
     assert "codes, r = 4, second seed: expected without --quick" in refused(*words, *both, folder=tmp_path)
     told = refused(*words, "--only", "BD3-LM, r = 4", *settings("objective.together=0.5"), folder=tmp_path)
-    assert told.startswith("vmd: BD3-LM, r = 4: objective.together=0.5: expected 0 without codes")
+    assert told.startswith(
+        "vmd: BD3-LM, r = 4: objective.together=0.5: expected 0 (--set objective.together=0) without codes"
+    )
 
 
 def test_the_judge_is_larger_than_all_it_judges(plans):
@@ -576,11 +578,78 @@ def test_other_runs_are_not_mixed_into_a_table(whole, copied, tmp_path, monkeypa
     assert "training.learning_rate=0.5" in no("--resume", "--only", "AR", *settings("training.learning_rate=0.5"))
     (tmp_path / "dogs.txt").write_text(TEXT.replace("cat", "dog"))
     assert "cats.txt" in no("--resume", "--only", "AR", text=tmp_path / "dogs.txt")
+    (tmp_path / "cats.txt").write_text(TEXT.replace("cat", "act"))
+    assert "another cats.txt" in no("--resume", "--only", "AR", text=tmp_path / "cats.txt")
     monkeypatch.setattr(text_table, "QUICK", replace(TINY, length=8))
     assert "rows of 16" in no("--resume", "--only", "AR")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"systems": {"AR": 1}}', '{"name": "text", "systems": {"AR": {}}}'])
+def damage(results: dict, path: str, value: object) -> None:
+    *inner, last = path.split("/")
+    for key in inner:
+        results = results[int(key) if isinstance(results, list) else key]
+    if value is None:
+        del results[last]
+    else:
+        results[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("systems/AR/training_seconds", None),
+        ("systems/AR/training_seconds", "long"),
+        ("systems/AR/parameters", None),
+        ("systems/AR/base", "x"),
+        ("configurations/AR", {}),
+        ("configurations/AR", []),
+        ("configurations/AR/training/seed", None),
+        ("configurations/AR/model", 3),
+        ("configurations/AR/data/name", 3),
+        ("rows", []),
+        ("rows/0/metric", None),
+        ("rows/0/setting", None),
+        ("rows/0/value", "x"),
+    ],
+)
+def test_damaged_results_are_one_line_before_anything_is_trained(whole, copied, path, value, monkeypatch):
+    monkeypatch.setattr(text_table, "QUICK", TINY)
+    monkeypatch.setattr(text_table, "train_system", lambda *rest: 1 / 0)
+    results = read(copied)
+    damage(results, path.replace("AR", NAMES[1]), value)
+    (copied / "results.json").write_text(json.dumps(results))
+    assert "results.json" in refused(*words_for(whole.source, copied, "--resume", only=("AR",)), folder=copied)
+
+
+def test_a_system_that_is_no_more_in_the_table_is_kept(whole, copied, monkeypatch):
+    monkeypatch.setattr(text_table, "QUICK", TINY)
+    results = json.loads((copied / "results.json").read_text().replace(json.dumps("AR"), '"AR of old"'))
+    (copied / "results.json").write_text(json.dumps(results))
+    run_table(whole.source, copied, "--resume", only=NAMES[1:2])
+    assert list(read(copied)["systems"]) == [*(name for name in NAMES if name != "AR"), "AR of old"]
+
+
+def test_a_judge_whose_weights_are_gone_is_trained_again_and_no_bits_of_two_judges_stand_in_a_table(
+    whole, tmp_path, monkeypatch
+):
+    """As where results.json was fetched without the folders: a part of the samples is there, and no judge."""
+    monkeypatch.setattr(text_table, "QUICK", TINY)
+    (tmp_path / "out").mkdir()
+    shutil.copy(whole.out / "results.json", tmp_path / "out")
+    kept = folder_of(whole.out, BY_NAME["AR"]).name
+    shutil.copytree(whole.out / kept, tmp_path / "out" / kept)
+    other = settings("training.seed=7")
+    run_table(whole.source, tmp_path / "out", "--resume", *other, only=(JUDGE,))
+    rows = read(tmp_path / "out")["rows"]
+    assert {row["system"] for row in rows if row["metric"] == "judged_bits"} == {"AR"}
+    found, before = (
+        [row["value"] for row in rows if row["metric"] == "judged_bits" and row["system"] == "AR"]
+        for rows in (rows, whole.results["rows"])
+    )
+    assert found != before
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"systems": {"AR": 1}}', '{"name": "text", "systems": {"AR": {}}}'])
 def test_a_damaged_record_of_a_stopped_run_is_one_line(source, content, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/results.json").write_text(content)

@@ -14,7 +14,7 @@ from vmd.masking import Masks, all_masks, draw_masks
 from vmd.metrics import kl_to, one_step_probabilities
 from vmd.model import VMD
 from vmd.presets import preset
-from vmd.training import Batch, micro_batches, train
+from vmd.training import Batch, draw_batch, micro_batches, step_seed, train
 
 V = 3
 NO_Z = LatentConfig(kind="none")
@@ -80,13 +80,72 @@ def test_the_whole_is_the_mixture_of_its_parts(kind):
 @pytest.mark.parametrize("kind", [kind for kind in LATENTS if kind not in CHAINS])  # whose loss is not split
 @torch.no_grad()
 def test_its_kl_is_that_of_one_step(kind):
-    """The paper's objective reports it too, weighed m/k, which is 1 for blocks that are masked whole."""
-    model, x0 = agreeing(kind), random_tokens(6, 4, V)
-    masks = masked(x0, torch.ones(2, dtype=torch.bool))
-    ours, papers = model(x0, masks, None, together=0.4), model(x0, masks, None)
+    """The paper's objective reports it too, weighed m/k."""
+    model, x0 = agreeing(kind, 8, 4), random_tokens(6, 8, V)
+    masks = draw_masks(x0, 4, generator=torch.Generator().manual_seed(0))
+    unweighted = masks._replace(weight=torch.ones_like(masks.weight))
+    ours, papers = model(x0, masks, None, together=0.4), model(x0, unweighted, None)
     torch.testing.assert_close(ours.kl, papers.kl, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(ours.total, ours.reconstruction + 0.4 * ours.kl)
     assert float(ours.kl.min()) > 0
+
+
+def by_hand(model: VMD, x0: torch.Tensor, masks: Masks, share: float) -> torch.Tensor:
+    """(B,): the formula, by what the sampler goes by: codes one after the other, tokens of a draft one after the other."""
+    xt, r = torch.where(masks.mask, V, x0), model.config.block_size
+    blocks = x0.shape[1] // r
+
+    def log_p(z: torch.Tensor) -> torch.Tensor:
+        """(B, blocks, r): of masked tokens, 0 of others."""
+        found = model.denoise(xt, x0, z).log_softmax(-1).gather(-1, x0.unsqueeze(-1)).squeeze(-1)
+        return found.masked_fill(~masks.mask, 0.0).unflatten(1, (blocks, r))
+
+    if model.config.draft:
+        alone, joint = log_p(xt).sum(-1), log_p(x0).sum(-1)
+    else:
+        prior = model.prior(xt, x0)
+        log_prior = prior.log_probs  # (B, blocks, K)
+        by_code = torch.stack([log_p(torch.full((len(x0), blocks, 1), float(k))) for k in range(log_prior.shape[-1])], -1)
+        joint = (log_prior + by_code.sum(2)).logsumexp(-1)
+        single = (log_prior.unsqueeze(2) + by_code).logsumexp(-1)
+        alone = single.masked_fill(~masks.mask.unflatten(1, (blocks, r)), 0.0).sum(-1)
+    m, k = r, masks.mask.unflatten(1, (blocks, r)).sum(-1)
+    return -((1 - share) * (m / k) * alone + share * joint).sum(-1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*LATENTS, "draft") if kind not in CHAINS])
+def test_losses_and_gradients_are_those_of_the_formula(kind):
+    """On masks of some tokens, whose weight m/k is not 1."""
+    model, x0 = agreeing(kind, 8, 4), random_tokens(12, 8, V)
+    masks = draw_masks(x0, 4, generator=torch.Generator().manual_seed(0))
+    assert len(masks.weight.unique()) == 4
+    names = [name for name, parameter in model.named_parameters()]
+    for share in (ALONE, 0.4, 1.0):
+        losses = [model(x0, masks, None, together=share).total, by_hand(model, x0, masks, share)]
+        torch.testing.assert_close(*losses, atol=1e-4, rtol=1e-4)
+        gradients = [
+            torch.autograd.grad(loss.mean(), list(model.parameters()), allow_unused=True, materialize_grads=True)
+            for loss in losses
+        ]
+        for name, found, expected in zip(names, *gradients, strict=True):
+            assert torch.allclose(found, expected, atol=2e-4, rtol=1e-2), (name, share)
+
+
+@pytest.mark.parametrize("kind", ["codes", "draft"])
+def test_training_heeds_it(kind):
+    """The first loss that is logged is that of the first batch."""
+    truth, latent = law("d2"), LatentConfig(kind="categorical", codes=8) if kind == "codes" else NO_Z
+    config = ModelConfig(10, 4, 4, layers=1, width=16, heads=2, draft=16 * (kind == "draft"), latent=latent)
+    training = TrainingConfig(steps=1, batch_size=32, log_every=1)
+    for share in (0.0, 0.5, 1.0):
+        run = RunConfig(config, ObjectiveConfig(together=share), training)
+        first = train(VMD(config), truth, run)[0]["total"]
+        generator = torch.Generator().manual_seed(step_seed(training.seed, 0))
+        model = VMD(config)
+        batch = draw_batch(model, truth, run.objective, 0, 32, None, generator)
+        with torch.no_grad():
+            expected = float(model(batch.x0, batch.masks, None, together=share).total.mean()) / 4
+        assert first == pytest.approx(expected, rel=1e-5)
 
 
 @kinds
@@ -166,17 +225,17 @@ def test_it_trains_for_one_step_and_for_many(kind):
 @pytest.mark.parametrize(
     ("name", "model", "objective", "told"),
     [
-        ("no latent", {"latent": NO_Z}, {}, "expected 0 without codes or a draft head"),
-        ("Gaussian", {"latent": learned_prior()}, {}, "expected 0 without codes or a draft head"),
-        ("steps", {"latent": codes()}, {"masking": "steps"}, "expected 0 with objective.masking=steps"),
-        ("times", {"latent": codes()}, {"masking": "times"}, "expected 0 with objective.masking=times"),
-        ("whole", {"latent": codes()}, {"whole": 0.5}, "expected 0 with objective.whole=0.5"),
-        ("focal", {"latent": NO_Z, "draft": 8}, {"focal": 1.0}, "expected 0 with objective.focal=1.0"),
+        ("no latent", {"latent": NO_Z}, {}, "without codes or a draft head"),
+        ("Gaussian", {"latent": learned_prior()}, {}, "without codes or a draft head"),
+        ("steps", {"latent": codes()}, {"masking": "steps"}, "with objective.masking=steps"),
+        ("times", {"latent": codes()}, {"masking": "times"}, "with objective.masking=times"),
+        ("whole", {"latent": codes()}, {"whole": 0.5}, "with objective.whole=0.5"),
+        ("focal", {"latent": NO_Z, "draft": 8}, {"focal": 1.0}, "with objective.focal=1.0"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
 def test_what_it_does_not_go_with_is_refused(name, model, objective, told):
-    with pytest.raises(InvalidInput, match=rf"objective.together=0.5: {told}"):
+    with pytest.raises(InvalidInput, match=rf"objective.together=0.5: expected 0 \(--set objective.together=0\) {told}"):
         ObjectiveConfig(together=0.5, **objective).check(ModelConfig(vocab_size=V, length=4, block_size=4, **model))
 
 

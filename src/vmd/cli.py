@@ -338,7 +338,8 @@ def train_run(
             stack.enter_context(board)
         update = stack.enter_context(progress_bar(f"vmd train {run.data.name}", run.training.steps))
 
-        loss = "surrogate" if run.model.tokens_agree and run.objective.masking != "steps" else "loss"
+        by_paper = run.model.tokens_agree and run.objective.masking != "steps" and not run.objective.together
+        loss = "surrogate" if by_paper else "loss"
 
         def on_step(done: int, record: dict | None) -> None:
             nonlocal started

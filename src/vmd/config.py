@@ -259,11 +259,11 @@ class ObjectiveConfig:
             f"objective.steps={max(self.steps)}: expected 1 to {model.block_size}, the block size",
         )
         if self.together:
-            share = f"objective.together={self.together}"
-            require(model.draft > 0 or model.latent.coded, f"{share}: expected 0 without codes or a draft head")
-            require(self.masking == "counts", f"{share}: expected 0 with objective.masking={self.masking}")
-            require(not self.whole, f"{share}: expected 0 with objective.whole={self.whole}")
-            require(not self.focal, f"{share}: expected 0 with objective.focal={self.focal}")
+            share = f"objective.together={self.together}: expected 0 (--set objective.together=0)"
+            require(model.draft > 0 or model.latent.coded, f"{share} without codes or a draft head")
+            for name, plain in (("masking", "counts"), ("whole", 0), ("focal", 0)):
+                value = getattr(self, name)
+                require(value == plain, f"{share} with objective.{name}={value}")
         require(not self.focal or not model.has_latent, f"objective.focal={self.focal}: expected 0 with a latent")
         require(
             not self.score_entropy or not (model.tokens_agree or self.focal or self.masking == "steps"),

@@ -64,7 +64,10 @@ ScoreCodesTwice = Callable[[Tensor, Tensor, Tensor], tuple[Codes | ChainCodes, T
 
 
 class Loss(NamedTuple):
-    """Nats per sequence, each (B,). `total` is what is minimised; the two parts are reported apart, unweighted."""
+    """Nats per sequence, each (B,). `total` is what is minimised; the two parts are reported apart, unweighted.
+
+    Of tokens that are scored twice, the KL is that of one step, whatever it writes: not weighed by m/k as elsewhere.
+    """
 
     total: Tensor
     reconstruction: Tensor
@@ -160,9 +163,9 @@ def code_objective_together(codes: ScoreCodesTwice, x0: Tensor, masks: Masks, ma
 
 def draft_objective_together(denoise: Denoise, x0: Tensor, masks: Masks, mask_id: int, together: float) -> Loss:
     xt = apply_mask(x0, masks.mask, mask_id)
-    known = torch.stack([xt, apply_mask(x0, masks.mask & ~masks.target, mask_id)])  # by the end of the step
+    known = torch.stack([xt, x0])  # by the end of a step that writes one token, and of one that writes all
     alone, joint = (
-        (token_nll(logits, x0) * masks.target).unflatten(-1, (masks.weight.shape[-1], -1)).sum(-1)
+        (token_nll(logits, x0) * masks.mask).unflatten(-1, (masks.weight.shape[-1], -1)).sum(-1)
         for logits in denoise(xt, x0, known)
     )
     total = both_ways(alone, joint, masks, together)

@@ -380,6 +380,10 @@ def reproduce_sudoku(
         require(bool(chosen), f"--only {', '.join(only)}: expected without --quick: logic solves all small boards")
     runs = {system.name: planned(system, budget, quick, overrides or [], device) for system in chosen}
     done = read_done(out, resume, "sudoku")
+    for name, part in done.items():
+        small = part["configuration"]["model"]["length"] not in (81, 164)
+        told = f"{out} holds {name!r} of a {'--quick' if small else 'full'} run: expected another --out"
+        require(small == quick, told)
     make_folder(out)
     sets = puzzle_sets(data, budget, {system.trained_on for system in chosen}, quick, on_note)
 

@@ -12,7 +12,7 @@ import torch
 
 from vmd import __version__
 from vmd.checkpoints import checkpoint_files
-from vmd.config import InvalidInput, RunConfig, require, to_dict, with_new_fields
+from vmd.config import RunConfig, require, to_dict, with_new_fields
 from vmd.files import hardware, read_json, write_atomically
 from vmd.tables import render
 
@@ -32,18 +32,29 @@ def read_done(out: Path, resume: bool, table: str) -> dict[str, dict]:
     require(resume or not path.exists(), f"{out} holds a run: go on with --resume, or give another --out")
     if not path.exists():
         return {}
-    results = read_json(path)
+    results, expected = read_json(path), f"{path}: expected results of `vmd reproduce {table}`"
+    name = results.get("name") if isinstance(results, dict) else None
+    require(isinstance(name, str), expected)
+    require(name == table, f"{out} holds a run of {name}: expected another --out for {table}")
     try:
-        name = results["name"]
         done = {
             system: about
             | {"configuration": dict(results["configurations"][system])}
             | {"rows": [row for row in results["rows"] if row["system"] == system]}
             for system, about in results["systems"].items()
         }
+        render(collect(table, list(done), done, "", "cpu"))  # so that what is missing is missed before anything is trained
+        whole = all(
+            part["rows"]
+            and isinstance(part.get("base", {}), dict)
+            and isinstance(part["configuration"]["training"]["seed"], int)
+            and isinstance(part["configuration"]["model"]["length"], int)
+            and isinstance(part["configuration"]["data"]["name"], str)
+            for part in done.values()
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise InvalidInput(f"{path}: expected results of `vmd reproduce {table}`") from None
-    require(name == table, f"{out} holds a run of {name}: expected another --out for {table}")
+        whole = False
+    require(whole, expected)
     return done
 
 
@@ -56,7 +67,8 @@ def is_of(saved: dict, run: RunConfig) -> bool:
 
     def what_counts(settings: dict) -> dict:
         training = {name: value for name, value in settings.get("training", {}).items() if name not in NO_PART_OF_IT}
-        return settings | {"training": training}
+        data = settings.get("data", {})
+        return settings | {"training": training, "data": data | {"name": Path(data.get("name", "")).name}}
 
     return what_counts(with_new_fields(saved)) == what_counts(to_dict(run))
 
@@ -94,8 +106,11 @@ def training_seconds(log: list[dict]) -> float:
 
 
 def collect(table: str, every: list[str], done: dict[str, dict], command: str, device: str) -> dict:
-    """The results of all systems that are done, in the order of the table, each with its settings as it ran."""
-    parts = {name: done[name] for name in every if name in done}
+    """The results of all systems that are done, in the order of the table, each with its settings as it ran.
+
+    Those that the table has no more come last.
+    """
+    parts = {name: done[name] for name in (*every, *done) if name in done}
     configurations = {name: part["configuration"] for name, part in parts.items()}
     return {
         "name": table,

@@ -28,7 +28,17 @@ from vmd.model import VMD, WEIGHTS_FILE
 from vmd.presets import preset
 from vmd.progress import progress_bar
 from vmd.sampling import RULES
-from vmd.systems import chosen_names, collect, goes_on, is_of, read_done, run_systems, training_seconds, write_results
+from vmd.systems import (
+    RESULTS_FILE,
+    chosen_names,
+    collect,
+    goes_on,
+    is_of,
+    read_done,
+    run_systems,
+    training_seconds,
+    write_results,
+)
 from vmd.text_quality import Quality, judged_bits, text_quality, words_of
 from vmd.training import check_attention, check_precision, fast_settings, precision, train
 
@@ -226,7 +236,7 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
     chosen = {setting.partition("=")[0].strip() for setting in overrides}
     fast = {field: v for field, v in fast_settings(run, device).items() if f"training.{field}" not in chosen}
-    run = replace(run, training=replace(run.training, **fast), data=replace(run.data, name=Path(name).name))
+    run = replace(run, training=replace(run.training, **fast), data=replace(run.data, name=name))
     check_precision(run.training, device)
     check_attention(run.training, run.model)
     run.objective.check(run.model)
@@ -403,8 +413,12 @@ def reproduce_text(
                 runs[name] = with_frozen_base(runs[name], systems[systems[name].added_to], chosen, out)
         except InvalidInput as error:
             raise InvalidInput(f"{name}: {error}") from None
-    require_same_text(out, done, Path(source).name, budget.length)
+    require_same_text(out, done, Path(source).name, trained.sha256, budget.length)
     require_same_base(systems, runs, done, out)
+    needed = {JUDGE.name, *(systems[name].added_to for name in chosen)}  # by others, and more of them than their rows
+    for name in needed.intersection(done, chosen):
+        if not (folder_of(out, systems[name]) / WEIGHTS_FILE).is_file():
+            del done[name]
     make_folder(out)
     x0 = tested.in_order(0, min(budget.rows, len(tested))).long().to(device)
     reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
@@ -430,6 +444,7 @@ def reproduce_text(
         about["measuring_seconds"] = time.perf_counter() - started
         if system.added_to:
             about["base"] = done[system.added_to]["configuration"]
+        about["text_sha256"] = trained.sha256
         return about | {"rows": [{"system": name} | row for row in rows]}
 
     def write() -> dict:
@@ -448,14 +463,16 @@ def require_same_base(systems: dict[str, System], runs: dict[str, RunConfig], do
     """A system that began with another must not outlive its change."""
     for name, part in done.items():
         if name in systems and (base := systems[name].added_to):
-            now = part.get("base")
-            if now is None:
-                continue
+            now = part.get("base") or done.get(base, {}).get("configuration", {})
             if base in runs:
                 same = is_of(now, runs[base])
             else:
                 same = base in done and with_new_fields(now) == with_new_fields(done[base]["configuration"])
-            require(same, f"{name} began with another {base!r}: expected another --out, to train it anew")
+            folder = folder_of(out, systems[name])
+            told = (
+                f"{name} began with another {base!r}: remove {folder} and its part of {out / RESULTS_FILE} to train it anew"
+            )
+            require(same, told)
 
 
 def judge_all(
@@ -466,30 +483,34 @@ def judge_all(
     if judge is None:
         on_note(f"no judge is trained here, so that samples are not judged: --only '{JUDGE.name}' trains it")
         return news
-    who = hashlib.sha256((folder_of(out, JUDGE) / WEIGHTS_FILE).read_bytes()).digest()
+    who = hashlib.sha256((folder_of(out, JUDGE) / WEIGHTS_FILE).read_bytes()).hexdigest()
     for name, part in done.items():
         if name not in systems or systems[name].judge:
             continue
         folder = folder_of(out, systems[name])
-        if not (folder / SAMPLES_FILE).is_file():
-            on_note(f"{name}: no {SAMPLES_FILE} is kept, so that its samples are not judged")
+        kept = (folder / SAMPLES_FILE).is_file()
+        which = [who, hashlib.sha256((folder / SAMPLES_FILE).read_bytes()).hexdigest() if kept else ""]
+        before = part.get("judged", ["", ""])
+        if before == which or (not kept and before[0] == who):  # these samples, by this judge
             continue
-        which = hashlib.sha256(who + (folder / SAMPLES_FILE).read_bytes()).hexdigest()
-        if part.get("judged") != which:  # these samples, by this judge
-            judged = [{"system": name} | row for row in judged_rows(judge, data, folder)]
-            part["rows"] = [row for row in part["rows"] if row["metric"] != "judged_bits"] + judged
-            part["judged"] = which
-            news = True
+        if not kept:
+            on_note(f"{name}: no {SAMPLES_FILE} is kept, so that its samples are not judged")
+        judged = [{"system": name} | row for row in judged_rows(judge, data, folder)] if kept else []
+        part["rows"] = [row for row in part["rows"] if row["metric"] != "judged_bits"] + judged
+        part["judged"] = which
+        news = True
     return news
 
 
-def require_same_text(out: Path, done: dict[str, dict], source: str, length: int) -> None:
-    """Systems of one table are measured on the same rows."""
+def require_same_text(out: Path, done: dict[str, dict], source: str, sha256: str, length: int) -> None:
+    """Systems of one table are trained on the same text and measured on the same rows."""
     for part in done.values():
         before = part["configuration"]
-        text, characters = before["data"]["name"], before["model"]["length"]
+        text, characters = Path(before["data"]["name"]).name, before["model"]["length"]
         same = (text, characters) == (source, length)
         require(same, f"{out} holds a run of {text} in rows of {characters}: expected that, or another --out")
+        same = part.get("text_sha256", sha256) == sha256
+        require(same, f"{out} holds a run of another {text}, of other content: expected that, or another --out")
 
 
 def vocabulary(data: TextData, at_once: int = 4_096) -> set[str]:
@@ -515,9 +536,6 @@ def train_system(system: System, run: RunConfig, data: TextData, out: Path, devi
     again = goes_on(folder, resume)
     model = VMD(run.model, seed=run.training.seed).to(device)
     make_folder(folder)
-    write_atomically(
-        folder / "tokenizer.json", json.dumps(data.tokenizer.to_dict())
-    )  # to sample from it, as after `vmd train`
     with progress_bar(system.name, run.training.steps) as update:
         log = train(
             model,
@@ -527,6 +545,8 @@ def train_system(system: System, run: RunConfig, data: TextData, out: Path, devi
             resume=again,
             on_step=lambda step, record: update(step, "" if record is None else f"loss {record['total']:.4f}"),
         )
+    tokenizer = json.dumps(data.tokenizer.to_dict())
+    write_atomically(folder / "tokenizer.json", tokenizer)  # to sample from it, as after `vmd train`
     about = {
         "training_seconds": training_seconds(log),
         "latent_kl": log[-1].get("latent_kl") if log else None,

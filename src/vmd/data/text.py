@@ -720,6 +720,7 @@ class TextData:
         self.tokenizer = tokenizer_from_dict(meta["tokenizer"], str(folder / "meta.json"))
         self.name, self.split, self.length, self.seed = str(meta["name"]), split, length, seed
         self.vocab_size, self.symbols = self.tokenizer.vocab_size, self.tokenizer.symbols
+        self.sha256 = meta["shards"][split]["sha256"]
         shard, path = meta["shards"][split], folder / f"{split}.bin"
         whole = self.vocab_size == meta["vocab_size"] and _is_whole(folder, meta, split)
         require(whole, f"{path}: missing or damaged: expected {shard['tokens']} tokens: {AGAIN}")
