@@ -24,14 +24,14 @@ SMALL = ("model.length=16", "model.layers=2", "model.width=16", "model.heads=2",
 TINY = settings(*SMALL, "training.batch_size=4")
 
 
-def counted(config: ModelConfig) -> float:
+def counted(config: ModelConfig, **how: float) -> float:
     """Operations of the matrix products that a forward pass really makes, by torch's counter, for one sequence."""
     model, x0 = VMD(config).eval(), random_tokens(1, config.length, config.vocab_size)
     masks = draw_masks(x0, config.block_size, generator=torch.Generator().manual_seed(0))
     shape = model.latent_shape(1)
     noise = torch.randn(shape) if shape is not None and config.latent.kind == "gaussian" else None
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(x0, masks, noise)
+        model(x0, masks, noise, **how)
     return counter.get_total_flops()
 
 
@@ -52,6 +52,14 @@ def counted(config: ModelConfig) -> float:
 def test_counted_work_of_one_block_is_what_torch_counts(z):
     config = ModelConfig(vocab_size=11, length=12, layers=3, width=16, heads=2, latent=z).resolved(12, 11)
     assert forward_flops(config) == pytest.approx(counted(config), rel=0.03)
+
+
+@pytest.mark.parametrize("r", [12, 4])
+def test_a_draft_head_that_scores_twice_works_twice(r):
+    config = ModelConfig(vocab_size=11, length=12, block_size=r, layers=3, width=16, heads=2, draft=64, latent=NO_LATENT)
+    once, twice = counted(config), counted(config, together=0.5)
+    assert forward_flops(config, together=True) - forward_flops(config) == pytest.approx(twice - once, rel=0.03)
+    assert twice > 1.2 * once
 
 
 @pytest.mark.parametrize("r", [12, 3])

@@ -110,7 +110,8 @@ def bench_training(
     """
     measured = measure_training(run, device, windows, steps_per_window, partial(on_step, "this model"))
     measured["path"] = {name: getattr(run.training, name) for name in ("compile", "capture", "precision", "attention")}
-    flops = 3 * forward_flops(run.model) / run.model.length  # per token; the backward pass costs twice the forward
+    forward = forward_flops(run.model, together=run.objective.together > 0)
+    flops = 3 * forward / run.model.length  # per token; the backward pass costs twice the forward
     ceiling = measured_ceiling(device)
     measured |= {"flops_per_token": flops, "ceiling_flops": ceiling, "bandwidth_bytes": measured_bandwidth(device)}
     measured["utilisation"] = flops * measured["tokens_per_second"] / ceiling

@@ -3,11 +3,12 @@
 from vmd.config import DRAFT_EMBEDDING, DRAFT_REACH, ModelConfig
 
 
-def forward_flops(config: ModelConfig) -> float:
+def forward_flops(config: ModelConfig, *, together: bool = False) -> float:
     """Operations of the matrix products of one training sequence's forward pass: useful work only.
 
     A product of (m, k) and (k, n) counts 2 m k n. Attention counts the pairs that see each other, twice (scores, values).
-    Of a last layer the clean stream's keys and values count alone, since nothing reads the rest.
+    Of a last layer the clean stream's keys and values count alone, since nothing reads the rest. `together`: a draft head
+    scores the tokens twice (`objective.together`).
     """
     c, d, length, r, z = config, config.width, config.length, config.block_size, config.latent
     blocks = length // r
@@ -28,7 +29,7 @@ def forward_flops(config: ModelConfig) -> float:
 
     total = network(c.layers) + 2 * length * d * c.vocab_size
     if c.draft:
-        total += draft_flops(c)
+        total += draft_flops(c, 1 + together)
     if z.kind == "gaussian":
         if z.encoder_layers:
             if z.encoder_stream == "doubled":
@@ -94,7 +95,8 @@ def sampling_flops(config: ModelConfig, steps: int) -> float:
     return float(total)
 
 
-def draft_flops(config: ModelConfig) -> float:
-    """Of the small head that writes every token in turn."""
+def draft_flops(config: ModelConfig, times: int = 1) -> float:
+    """Of the small head that writes every token in turn, so many times from the same features."""
     before = min(config.block_size - 1, DRAFT_REACH) * DRAFT_EMBEDDING
-    return float(2 * config.length * config.draft * (config.width + before + config.draft + config.vocab_size))
+    each = before + config.draft + config.vocab_size
+    return float(2 * config.length * config.draft * (config.width + times * each))

@@ -299,7 +299,7 @@ class DraftHead(nn.Module):
         self.out = nn.Linear(config.draft, config.vocab_size, bias=False)
 
     def windows(self, known: Tensor) -> Tensor:
-        """(B, C, r) tokens of blocks -> (B, C, r, reach): those before each place."""
+        """(..., C, r) tokens of blocks -> (..., C, r, reach): those before each place."""
         return F.pad(known, (self.reach, 0), value=self.outside).unfold(-1, self.reach, 1)[..., :-1, :]
 
     def forward(self, features: Tensor, windows: Tensor) -> Tensor:
@@ -336,18 +336,15 @@ class Decoder(nn.Module):
             assert z is not None, "a model of codes needs them"
             return self.code_logits(self.code_features(xt, x0), z.long())
         if self.draft is not None:
-            h = self.features(xt, x0, None)
-            if z is not None and z.dim() == 3:
-                return torch.stack([self.logits(h, known) for known in z])
-            return self.logits(h, xt if z is None else z)
+            return self.logits(self.features(xt, x0, None), xt if z is None else z)
         return self.head(self.features(xt, x0, z))
 
     def logits(self, h: Tensor, known: Tensor) -> Tensor:
-        """Of whole blocks (B, n r), of which these tokens are known."""
+        """Of whole blocks (B, n r), of which these tokens are known; of several such, (..., B, n r), from the same h."""
         logits = self.head(h)
         if self.draft is None:
             return logits
-        windows = self.draft.windows(known.unflatten(1, (-1, self.config.block_size))).flatten(1, 2)
+        windows = self.draft.windows(known.unflatten(-1, (-1, self.config.block_size))).flatten(-3, -2)
         return logits + self.draft(self.draft.features(h), windows)
 
     def features(self, xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
