@@ -23,7 +23,7 @@ from vmd.figures import draw_figures, scan_curves, scan_groups
 from vmd.likelihood import in_bits, nll_bound
 from vmd.model import VMD
 from vmd.report import section
-from vmd.systems import training_seconds
+from vmd.systems import is_of, read_done, training_seconds
 from vmd.tables import render, text_bits_table, text_samples_table, text_tables
 from vmd.text_quality import Quality, judged_bits, text_quality
 from vmd.text_table import (
@@ -925,3 +925,18 @@ def test_slow_systems_of_a_quick_scan_run_only_if_they_are_named(source, tmp_pat
     trained.clear()
     text_table.reproduce_text(out=tmp_path / "one", only=("1024 codes, r = 4",), **options)
     assert trained == ["1024 codes, r = 4"]
+
+
+def test_the_committed_scan_is_of_the_systems_as_they_are_now():
+    """But for its size: so that it can go on, and so that its names mean what they say."""
+    done = read_done(Path(__file__).parents[1] / "results/text-scan-small", True, "text-scan")
+    letters = tuple(" abcdefghijklmnopqrstuvwxyz")
+    data = SimpleNamespace(length=SCAN_QUICK.length, vocab_size=27, symbols=letters)
+    size = ["model.layers=3", "model.width=96", "training.steps=600"]
+    for system in SCAN:
+        if system.name in done:
+            run = planned(system, SCAN_QUICK, "text8-70M.xz", size, data, "cpu")
+            if system.added_to:
+                run = replace(run, training=replace(run.training, freeze=True))
+            assert is_of(done[system.name]["configuration"], run), system.name
+    assert len(done) >= 30
