@@ -266,6 +266,17 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
     return made
 
 
+def look_of_system(run: dict) -> dict:
+    """Colour: what makes tokens agree. Marker: the size of blocks. Dashes: another objective than others of its colour."""
+    model, objective = run["model"], run["objective"]
+    latent, r = model["latent"], model["block_size"]
+    colours = {"categorical": "tab:blue", "chain": "tab:cyan", "gaussian": "tab:red" if latent["on_clean"] else "tab:orange"}
+    colour = "tab:green" if model["draft"] else colours.get(latent["kind"], "black" if r == 1 else "tab:gray")
+    marker = {1: "*", 4: "o", 8: "s", 16: "D"}.get(r, "^")
+    other = objective["masking"] == "steps" or objective["score_entropy"]
+    return {"color": colour, "marker": marker, "markersize": 8 if r == 1 else 4, "linestyle": "--" if other else "-"}
+
+
 def draw_text(results: dict, path: Path) -> Path:
     """Certified bits, real words and a judge's bits against evaluations, and against speed; one line for each system."""
     plt = pyplot()
@@ -282,16 +293,15 @@ def draw_text(results: dict, path: Path) -> Path:
     figure, axes = plt.subplots(len(across), len(panels), figsize=size, layout="constrained", squeeze=False)
     for by_speed, line in enumerate(axes):
         for axis, (metric, label) in zip(line, panels, strict=True):
-            for number, name in enumerate(names):
+            for name in names:
                 found = [(nfe, value) for (system, m, nfe), value in values.items() if (system, m) == (name, metric)]
                 if by_speed:
                     speed = [values.get((name, "characters_per_second", nfe)) for nfe, _ in found]
                     found = [(fast, value) for fast, (_, value) in zip(speed, found, strict=True) if fast is not None]
                 if found:
                     x, y = zip(*sorted(found), strict=True)
-                    kind = results["configurations"][name]["model"]["latent"]["kind"]
-                    style = {"none": "--", "gaussian": ":"}.get(kind, "-")
-                    axis.plot(x, y, style, marker="o", markersize=4, label=name, color=plt.get_cmap("tab20")(number % 20))
+                    look = look_of_system(results["configurations"][name])
+                    axis.plot(x, y, label=name, alpha=0.4 if name.endswith("second seed") else 1.0, **look)
             if metric in results["test_text"]:
                 axis.axhline(results["test_text"][metric], color=INK, linestyle="--", linewidth=1)
             axis.set_xscale("log", base=10 if by_speed else 2)
