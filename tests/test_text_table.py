@@ -621,6 +621,29 @@ def test_damaged_results_are_one_line_before_anything_is_trained(whole, copied, 
     assert "results.json" in refused(*words_for(whole.source, copied, "--resume", only=("AR",)), folder=copied)
 
 
+@pytest.mark.parametrize("which", ["text", "text-scan"])
+def test_a_whole_table_that_was_fetched_without_its_folders_has_nothing_to_train(whole, tmp_path, monkeypatch, which):
+    """Not even those whose weights others took, or judged by."""
+    out = tmp_path / "out"
+    if which == "text":
+        monkeypatch.setattr(text_table, "QUICK", TINY)
+        out.mkdir()
+        shutil.copy(whole.out / "results.json", out)
+        words = words_for(whole.source, out, "--resume")
+    else:
+        added = ("--only", "no latent, r = 4", "--only", "draft added, r = 4")
+        run_scan(whole.source, tmp_path / "first", *added)
+        out.mkdir()
+        shutil.copy(tmp_path / "first/results.json", out)
+    monkeypatch.setattr(text_table, "train_system", lambda *rest: 1 / 0)
+    before = read(out)["rows"]
+    if which == "text":
+        succeeds(*words)
+    else:
+        run_scan(whole.source, out, "--resume", *added)
+    assert read(out)["rows"] == before
+
+
 def test_a_system_that_is_no_more_in_the_table_is_kept(whole, copied, monkeypatch):
     monkeypatch.setattr(text_table, "QUICK", TINY)
     results = json.loads((copied / "results.json").read_text().replace(json.dumps("AR"), '"AR of old"'))

@@ -90,8 +90,8 @@ def test_its_kl_is_that_of_one_step(kind):
     assert float(ours.kl.min()) > 0
 
 
-def by_hand(model: VMD, x0: torch.Tensor, masks: Masks, share: float) -> torch.Tensor:
-    """(B,): the formula, by what the sampler goes by: codes one after the other, tokens of a draft one after the other."""
+def by_hand(model: VMD, x0: torch.Tensor, masks: Masks, m: torch.Tensor, share: float) -> torch.Tensor:
+    """(B,): the formula, where m tokens of a block may be masked, by what the sampler goes by: codes and tokens in turn."""
     xt, r = torch.where(masks.mask, V, x0), model.config.block_size
     blocks = x0.shape[1] // r
 
@@ -109,19 +109,22 @@ def by_hand(model: VMD, x0: torch.Tensor, masks: Masks, share: float) -> torch.T
         joint = (log_prior + by_code.sum(2)).logsumexp(-1)
         single = (log_prior.unsqueeze(2) + by_code).logsumexp(-1)
         alone = single.masked_fill(~masks.mask.unflatten(1, (blocks, r)), 0.0).sum(-1)
-    m, k = r, masks.mask.unflatten(1, (blocks, r)).sum(-1)
-    return -((1 - share) * (m / k) * alone + share * joint).sum(-1)
+    k = masks.mask.unflatten(1, (blocks, r)).sum(-1)
+    return -((1 - share) * (m / k.clamp(min=1)) * alone + share * joint).sum(-1)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (*LATENTS, "draft") if kind not in CHAINS])
-def test_losses_and_gradients_are_those_of_the_formula(kind):
-    """On masks of some tokens, whose weight m/k is not 1."""
+@pytest.mark.parametrize("given", [[], [0, 1, 2, 3, 5]], ids=["nothing given", "a block and a token given"])
+def test_losses_and_gradients_are_those_of_the_formula(kind, given):
+    """On masks of some tokens, whose weight m/k is not 1. Given tokens cost nothing."""
     model, x0 = agreeing(kind, 8, 4), random_tokens(12, 8, V)
-    masks = draw_masks(x0, 4, generator=torch.Generator().manual_seed(0))
+    fixed = torch.isin(torch.arange(8), torch.tensor(given, dtype=torch.long))
+    masks = draw_masks(x0, 4, fixed=fixed, generator=torch.Generator().manual_seed(0))
     assert len(masks.weight.unique()) == 4
+    m = (~fixed).view(2, 4).sum(-1)
     names = [name for name, parameter in model.named_parameters()]
     for share in (ALONE, 0.4, 1.0):
-        losses = [model(x0, masks, None, together=share).total, by_hand(model, x0, masks, share)]
+        losses = [model(x0, masks, None, together=share).total, by_hand(model, x0, masks, m, share)]
         torch.testing.assert_close(*losses, atol=1e-4, rtol=1e-4)
         gradients = [
             torch.autograd.grad(loss.mean(), list(model.parameters()), allow_unused=True, materialize_grads=True)
@@ -163,18 +166,6 @@ def test_tokens_that_are_scored_alone_do_not_see_each_other(kind):
     elsewhere = (x0 + torch.tensor([[0, 1, 1, 1]])) % V
     assert change(x0, ALONE) == pytest.approx(change(elsewhere, ALONE), abs=1e-5)
     assert change(x0, 1.0) != pytest.approx(change(elsewhere, 1.0), abs=1e-3)
-
-
-@kinds
-@torch.no_grad()
-def test_given_tokens_and_blocks_without_masks_cost_nothing(kind):
-    model, x0 = agreeing(kind, 8, 4), random_tokens(3, 8, V)
-    fixed = torch.tensor([True] * 4 + [True, False, False, True])
-    masks = draw_masks(x0, 4, fixed=fixed, generator=torch.Generator().manual_seed(0))
-    only = model(x0, masks, None, together=0.5).total
-    blind = Masks(masks.mask & False, masks.target & False, masks.weight * 0)
-    torch.testing.assert_close(model(x0, blind, None, together=0.5).total, torch.zeros(3), atol=1e-5, rtol=0)
-    assert float(only.min()) > 0
 
 
 @pytest.mark.parametrize("kind", ["bilinear", "additive", "chain of 2", "draft"])

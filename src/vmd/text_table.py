@@ -415,7 +415,9 @@ def reproduce_text(
             raise InvalidInput(f"{name}: {error}") from None
     require_same_text(out, done, Path(source).name, trained.sha256, budget.length)
     require_same_base(systems, runs, done, out)
-    needed = {JUDGE.name, *(systems[name].added_to for name in chosen)}  # by others, and more of them than their rows
+    missing = [name for name in chosen if name not in done or not is_of(done[name]["configuration"], runs[name])]
+    needed = {systems[name].added_to for name in missing}  # of which others take the weights, not the rows
+    needed |= {JUDGE.name} if missing or JUDGE.name in only else set()
     for name in needed.intersection(done, chosen):
         if not (folder_of(out, systems[name]) / WEIGHTS_FILE).is_file():
             del done[name]
