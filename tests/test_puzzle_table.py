@@ -637,6 +637,22 @@ def test_small_boards_do_not_stand_in_a_table_of_large_ones(tmp_path):
     assert (tmp_path / "out/results.json").read_bytes() == committed.read_bytes()
 
 
+@pytest.mark.parametrize(("system", "what"), [("ours, no z", "logic, test"), ("several solutions, codes", "multi, train")])
+def test_rows_of_one_table_are_of_the_same_puzzles(copied, monkeypatch, system, what):
+    monkeypatch.setattr(puzzle_table, "QUICK", TINY)
+    results = read(copied)
+    assert set(results["systems"]["ours, no z"]["puzzles"]) == {"logic, train", "logic, test", "any, test"}
+    assert set(results["systems"]["several solutions, codes"]["puzzles"]) == {"multi, train", "multi, test"}
+    results["systems"][system]["puzzles"][what] = "0" * 64
+    (copied / "results.json").write_text(json.dumps(results))
+    same_kind = next(s.name for s in SYSTEMS if s.trained_on == what.partition(",")[0] and s.name != system)
+    words = quick_words(copied, "--resume", "--only", same_kind)
+    told = refused(*words, folder=copied)
+    assert f"{system!r} of other puzzles than these ({what})" in told
+    other = "whole grids, no z"  # needs none of them
+    run_table(copied, "--resume", only=(other,))
+
+
 def test_the_committed_table_is_of_the_systems_as_they_are_now():
     """So that it can go on: a preset that changes makes its row another system's."""
     done = read_done(Path(__file__).parents[1] / "results/sudoku", True, "sudoku")

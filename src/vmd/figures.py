@@ -428,18 +428,24 @@ def draw_several(rows: list[dict], path: Path) -> Path:
     kinds = [k for k in ("multi", "grid") if any(row["setting"]["data"] == k for row in rows)]
     figure, axes = plt.subplots(1, len(kinds), figsize=(4.8 * len(kinds) + 2.4, 3.6), layout="constrained", squeeze=False)
     titles = {"multi": "puzzles with 2 to 50 solutions", "grid": "whole grids from nothing"}
+    latents = list(dict.fromkeys(row["system"].partition(", ")[2] for row in rows))
+    labels: dict[str, Any] = {}
     for axis, kind in zip(axes[0], kinds, strict=True):
         here = [row for row in rows if row["setting"]["data"] == kind and row["metric"] == "valid"]
-        for number, name in enumerate(dict.fromkeys(row["system"] for row in here)):
-            of_it = [row for row in here if row["system"] == name]
+        for number, latent in enumerate(latents):
+            of_it = [row for row in here if row["system"].partition(", ")[2] == latent]
+            if not of_it:
+                continue
             fresh = any(row["setting"]["z"] == "fresh" for row in of_it)
             for z, line in (("fresh", "-"), ("once", "--")) if fresh else (("once", "-"),):
                 shown = [row for row in of_it if row["setting"]["z"] == z or row["setting"]["nfe"] == 1]  # in one step alike
                 shown.sort(key=lambda row: row["setting"]["nfe"])
                 x, y, error = zip(*((r["setting"]["nfe"], r["value"], r["stderr"]) for r in shown), strict=True)
-                label = name.partition(", ")[2] + (f", z {z}" if fresh else "")
                 colour = plt.get_cmap("tab10")(number)
-                axis.errorbar(x, y, error, linestyle=line, marker="o", markersize=4, label=label, color=colour)
+                wide = max(1.2, 4 - number)  # so that curves that coincide are all seen
+                style = {"linestyle": line, "linewidth": wide, "elinewidth": 1.2, "marker": "o", "markersize": 4}
+                drawn = axis.errorbar(x, y, error, color=colour, **style)
+                labels.setdefault(latent + (f", z {z}" if fresh else ""), drawn)
         ticks = sorted({row["setting"]["nfe"] for row in here})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -448,7 +454,7 @@ def draw_several(rows: list[dict], path: Path) -> Path:
         axis.set_ylabel("valid grids in one draw, %")
         axis.set_title(f"{titles[kind]}; rule sample, order prob", fontsize=10)
         axis.grid(color=GRID)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right upper")
+    figure.legend(list(labels.values()), list(labels), frameon=False, fontsize=9, loc="outside right upper")
     return save(figure, path)
 
 

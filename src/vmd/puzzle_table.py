@@ -3,6 +3,7 @@
 Every system is trained in a folder of its own and goes on from its checkpoints; its rows are kept when it is done.
 """
 
+import hashlib
 import json
 import math
 import time
@@ -155,6 +156,16 @@ def puzzle_sets(folder: Path, budget: Budget, trained: set[str], quick: bool, no
                 enough, f"{here / side}.sudoku: {len(part):,} puzzles: expected {wanted:,} or more: remove it to make them"
             )
     return sets
+
+
+def fingerprints(sets: dict, budget: Budget, trained: set[str]) -> dict[str, str]:
+    """{what: sha256} of the puzzles that are tested on, and of those that are trained on."""
+    parts = {f"{kind}, test": (tested, budget.sizes[kind][1]) for kind, (_, tested) in sets.items()}
+    parts |= {f"{kind}, train": (sets[kind][0], len(sets[kind][0])) for kind in trained}
+    return {
+        what: hashlib.sha256(puzzles.puzzle[:n].tobytes() + puzzles.solution[:n].tobytes()).hexdigest()
+        for what, (puzzles, n) in parts.items()
+    }
 
 
 def split_small(puzzles: Puzzles, test: int) -> tuple[Puzzles, Puzzles]:
@@ -385,10 +396,20 @@ def reproduce_sudoku(
         told = f"{out} holds {name!r} of a {'--quick' if small else 'full'} run: expected another --out"
         require(small == quick, told)
     make_folder(out)
-    sets = puzzle_sets(data, budget, {system.trained_on for system in chosen}, quick, on_note)
+    trained = {system.trained_on for system in chosen}
+    sets = puzzle_sets(data, budget, trained, quick, on_note)
+    puzzles = fingerprints(sets, budget, trained)
+    for name, part in done.items():  # rows of one table are of the same puzzles
+        others = [what for what, digest in part.get("puzzles", {}).items() if puzzles.get(what, digest) != digest]
+        told = f"{out} holds {name!r} of other puzzles than these ({', '.join(others)}): expected the same, or another --out"
+        require(not others, told)
 
     def run_one(name: str) -> dict:
-        return run_system(systems[name], runs[name], sets, budget, out, device, resume)
+        made = run_system(systems[name], runs[name], sets, budget, out, device, resume)
+        own = systems[name].trained_on
+        kinds = {own} if own in ("multi", "grid") else {own, *SOLVED}
+        used = {f"{own}, train", *(f"{kind}, test" for kind in kinds)}
+        return made | {"puzzles": {what: puzzles[what] for what in used & puzzles.keys()}}
 
     def write() -> dict:
         results = collect("sudoku", list(systems), done, command, device)
