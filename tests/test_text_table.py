@@ -333,7 +333,7 @@ def test_samples_are_drawn_by_argmax_only_with_a_latent(whole):
     [
         ("AR", "sample", 1, "fresh"),
         ("the paper's VMD, r = 4", "argmax", 2, "once"),
-        ("chain, r = 4", "sample", 1, "fresh"),
+        ("codes, r = 4", "sample", 1, "fresh"),
         ("SEDD", "sample", 4, "fresh"),
     ],
 )
