@@ -20,7 +20,7 @@ from vmd.training import train
 
 V = 3
 NO_Z = LatentConfig(kind="none")
-shapes = pytest.mark.parametrize(("length", "r"), [(3, 3), (4, 2)])
+shapes = pytest.mark.parametrize(("length", "r"), [(3, 3), (4, 2), (3, 1)])
 
 
 def drafting(length: int, r: int, vocab: int = V, seed: int = 2) -> VMD:
@@ -52,6 +52,40 @@ def test_a_token_sees_those_before_it_in_its_block_if_they_are_known_and_no_othe
     assert not bool(moved[: place + 1].any())
     assert bool(moved[place + 1 : end].all())
     assert not bool(moved[end:].any())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([(4, 4), (8, 4), (6, 1), (40, 4), (40, 20)]), st.integers(0, 2**31))
+def test_the_head_reads_the_last_tokens_before_a_place(shape, seed):
+    """Of its own block as they are known, of earlier ones as they are; nothing before the text."""
+    length, r = shape
+    head = drafting(length, r).decoder.draft
+    known, x0 = random_tokens(1, length, V + 1, seed)[0], random_tokens(1, length, V, seed + 1)[0]
+    windows = head.windows(known, x0)
+    assert windows.shape == (length, {4: 3, 8: 7, 6: 5, 40: 8 if r == 4 else 16}[length])
+    for place in range(length):
+        for back, token in enumerate(reversed(windows[place].tolist()), start=1):
+            there = place - back
+            source = known if there // r == place // r else x0
+            assert token == (V + 1 if there < 0 else source[there])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from([(4, 4), (8, 4), (6, 1), (40, 4)]), st.integers(0, 2**31))
+@torch.no_grad()
+def test_no_token_sees_the_truth_of_its_own_block_or_of_later_ones(shape, seed):
+    length, r = shape
+    g = torch.Generator().manual_seed(seed)
+    model, x0 = drafting(length, r), random_tokens(1, length, V, seed)
+    masks = draw_steps(x0, r, (min(2, r),), generator=g)
+    xt, known = apply_mask(x0, masks.mask, V), apply_mask(x0, masks.mask & ~masks.target, V)
+    place = int(torch.randint(length, (), generator=g))
+    other = x0.clone()
+    other[0, place] = (other[0, place] + 1) % V
+    moved = (model.denoise(xt, x0, known) != model.denoise(xt, other, known)).any(-1)[0]
+    end = (place // r + 1) * r
+    assert not bool(moved[:end].any())
+    assert bool(moved[end:].all())
 
 
 @shapes
@@ -142,12 +176,12 @@ def test_its_parameters_are_counted_apart():
 
 @pytest.mark.parametrize(
     "more",
-    [{"latent": LatentConfig(kind="categorical")}, {"shifted": True}, {"block_size": 1}],
-    ids=["latent", "shifted", "blocks of one"],
+    [{"latent": LatentConfig(kind="categorical")}, {"shifted": True}, {"length": 1}],
+    ids=["latent", "shifted", "one token"],
 )
 def test_what_has_no_draft_is_refused(more):
     with pytest.raises(InvalidInput, match=r"model.draft=8: expected 0 with a latent"):
-        ModelConfig(vocab_size=V, length=4, **({"draft": 8, "latent": NO_Z} | more))
+        ModelConfig(**({"vocab_size": V, "length": 4, "draft": 8, "latent": NO_Z} | more))
 
 
 def board(z: LatentConfig = NO_Z) -> VMD:

@@ -95,7 +95,7 @@ class LatentConfig:
         return self.kind in ("categorical", "chain")
 
 
-DRAFT_REACH, DRAFT_EMBEDDING = 16, 64  # a token written in turn sees so many tokens before it, each as so many numbers
+DRAFT_REACH, DRAFT_EMBEDDING = (8, 16), 64  # a token written in turn sees so many before it, each as so many numbers
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class ModelConfig:
         )
         require_range("model.draft", self.draft, 0, 65_536)
         require(
-            not self.draft or (self.latent.kind == "none" and not self.shifted and self.block_size != 1),
-            f"model.draft={self.draft}: expected 0 with a latent, with shifted, and with blocks of one token",
+            not self.draft or (self.latent.kind == "none" and not self.shifted and self.length != 1),
+            f"model.draft={self.draft}: expected 0 with a latent, with shifted, and with one token",
         )
         if self.board and self.length:
             whole = math.isqrt(math.isqrt(self.length)) ** 4 == self.length
@@ -170,6 +170,12 @@ class ModelConfig:
     @property
     def blocks(self) -> int:
         return self.length // self.block_size
+
+    @property
+    def draft_reach(self) -> int:
+        """How many tokens before a place its draft sees: as far as its block may begin, within limits."""
+        least, most = DRAFT_REACH
+        return min(self.length - 1, max(least, min(self.block_size - 1, most)))
 
     @property
     def has_latent(self) -> bool:

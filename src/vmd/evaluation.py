@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vmd.config import DRAFT_EMBEDDING, DRAFT_REACH, require
+from vmd.config import DRAFT_EMBEDDING, require
 from vmd.data import ArrayData, Law, SudokuData, TextData
 from vmd.data.arrays import parse_positions
 from vmd.data.sudoku import keeps_clues, valid
@@ -27,7 +27,7 @@ Data = Law | ArrayData | TextData
 def rows_per_pass(model: VMD) -> int:
     """So that no activation of a pass over doubled sequences has more elements than the device's budget."""
     c = model.config
-    draft = max(c.draft, DRAFT_REACH * DRAFT_EMBEDDING) if c.draft else 0
+    draft = max(c.draft, c.draft_reach * DRAFT_EMBEDDING) if c.draft else 0
     widest = 2 * c.length * max(c.vocab_size, 3 * c.width, c.mlp_ratio * c.width, draft)
     return max(1, min(65_536, largest_tensor(model.device) // widest))
 

@@ -1,6 +1,6 @@
 """How much work a model is: operations counted, not measured. Imports no torch."""
 
-from vmd.config import DRAFT_EMBEDDING, DRAFT_REACH, ModelConfig
+from vmd.config import DRAFT_EMBEDDING, ModelConfig
 
 
 def forward_flops(config: ModelConfig, *, together: bool = False) -> float:
@@ -97,6 +97,6 @@ def sampling_flops(config: ModelConfig, steps: int) -> float:
 
 def draft_flops(config: ModelConfig, times: int = 1) -> float:
     """Of the small head that writes every token in turn, so many times from the same features."""
-    before = min(config.block_size - 1, DRAFT_REACH) * DRAFT_EMBEDDING
+    before = config.draft_reach * DRAFT_EMBEDDING
     each = before + config.draft + config.vocab_size
     return float(2 * config.length * config.draft * (config.width + times * each))

@@ -313,17 +313,21 @@ class Predictor:
         draft = self.model.decoder.draft
         assert draft is not None
         self.blind, self.features = self.model.decoder.head(h), draft.features(h)
-        return self.blind + draft(self.features, draft.windows(self._of_block(canvas)))
+        places = self.block * self.model.config.block_size + torch.arange(-draft.reach, h.shape[1], device=h.device)
+        self.line = canvas.index_select(1, places.clamp(min=0)).masked_fill(places < 0, draft.outside)
+        return self.blind + draft(self.features, self.line.unfold(1, draft.reach, 1)[:, :-1])
 
     def write(self, known: Tensor, writes: Tensor, draw: Draw) -> Tensor:
         """The block (B, r) after the last prediction's step has written where it `writes`, each in sight of those before."""
-        draft, known = self.model.decoder.draft, known.clone()
+        draft = self.model.decoder.draft
         assert draft is not None
+        line = torch.cat([self.line[:, : draft.reach], known], 1)  # the text before the block, and the block
         for place in range(known.shape[1]):
-            windows = draft.windows(known[:, : place + 1])[:, -1]
-            token = draw(self.blind[:, place] + draft(self.features[:, place], windows), place)
-            known[:, place] = torch.where(writes[:, place], token, known[:, place])
-        return known
+            window = line[:, place : place + draft.reach]
+            token = draw(self.blind[:, place] + draft(self.features[:, place], window), place)
+            here = place + draft.reach
+            line[:, here] = torch.where(writes[:, place], token, line[:, here])
+        return line[:, draft.reach :]
 
     def _gaussian_prior(self, canvas: Tensor) -> Gaussian:
         return self.model.gaussian_prior(canvas, canvas)

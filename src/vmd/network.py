@@ -23,7 +23,7 @@ from vmd.attention import (
     attend,
     of_first_queries,
 )
-from vmd.config import DRAFT_EMBEDDING, DRAFT_REACH, ModelConfig
+from vmd.config import DRAFT_EMBEDDING, ModelConfig
 from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import apply_mask
 from vmd.objective import ChainCodes, Codes
@@ -283,24 +283,30 @@ class CodeFeatures(NamedTuple):
 
 
 class DraftHead(nn.Module):
-    """The tokens of a step one after the other: what the tokens before a place in its block add to its logits.
+    """The tokens of a step one after the other: what the last tokens before a place add to its logits.
 
     The trunk is evaluated once for all of them; only this small network runs for one token after the other.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.reach = min(config.block_size - 1, DRAFT_REACH)
-        self.outside = config.vocab_size + 1
-        self.token = nn.Embedding(config.vocab_size + 2, DRAFT_EMBEDDING)  # also [MASK], unknown, and outside of the block
+        self.reach = config.draft_reach
+        self.block_size, self.outside = config.block_size, config.vocab_size + 1
+        self.token = nn.Embedding(config.vocab_size + 2, DRAFT_EMBEDDING)  # also [MASK], unknown, and before the text
         self.features = nn.Linear(config.width, config.draft)
         self.before = nn.Linear(self.reach * DRAFT_EMBEDDING, config.draft, bias=False)
         self.mix = nn.Linear(config.draft, config.draft)
         self.out = nn.Linear(config.draft, config.vocab_size, bias=False)
 
-    def windows(self, known: Tensor) -> Tensor:
-        """(..., C, r) tokens of blocks -> (..., C, r, reach): those before each place."""
-        return F.pad(known, (self.reach, 0), value=self.outside).unfold(-1, self.reach, 1)[..., :-1, :]
+    def windows(self, known: Tensor, x0: Tensor) -> Tensor:
+        """(..., L) -> (..., L, reach): those before each place, in its own block as known by then, in earlier ones all."""
+        own, finished = (
+            F.pad(tokens, (self.reach, 0), value=self.outside).unfold(-1, self.reach, 1)[..., :-1, :]
+            for tokens in (known, x0)
+        )
+        place = torch.arange(known.shape[-1], device=known.device).unsqueeze(1) % self.block_size
+        back = torch.arange(self.reach, 0, -1, device=known.device)
+        return torch.where(back <= place, own, finished)
 
     def forward(self, features: Tensor, windows: Tensor) -> Tensor:
         """`self.features` of h, (..., R), and tokens (..., reach) -> (..., V)."""
@@ -336,16 +342,13 @@ class Decoder(nn.Module):
             assert z is not None, "a model of codes needs them"
             return self.code_logits(self.code_features(xt, x0), z.long())
         if self.draft is not None:
-            return self.logits(self.features(xt, x0, None), xt if z is None else z)
+            return self.draft_logits(self.features(xt, x0, None), xt if z is None else z, x0)
         return self.head(self.features(xt, x0, z))
 
-    def logits(self, h: Tensor, known: Tensor) -> Tensor:
-        """Of whole blocks (B, n r), of which these tokens are known; of several such, (..., B, n r), from the same h."""
-        logits = self.head(h)
-        if self.draft is None:
-            return logits
-        windows = self.draft.windows(known.unflatten(-1, (-1, self.config.block_size))).flatten(-3, -2)
-        return logits + self.draft(self.draft.features(h), windows)
+    def draft_logits(self, h: Tensor, known: Tensor, x0: Tensor) -> Tensor:
+        """Of blocks of which these tokens (B, L) are known; of several such, (..., B, L), from the same h."""
+        assert self.draft is not None
+        return self.head(h) + self.draft(self.draft.features(h), self.draft.windows(known, x0))
 
     def features(self, xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
         """What the logits are made of, (B, L, D). With one block there is no clean prefix: the pass runs on xt alone."""

@@ -194,7 +194,7 @@ def targets_nll(
 
     With `focal` each is weighed by (1 - p)^focal, which turns to tokens that are still hard. With `drafts` the targets of a
     step are written from left to right: `denoise` is told in the place of z what is known by the end of it, (B, L), of which
-    a token sees what stands before it in its block.
+    a token sees what stands before it.
     """
     flat, rows, steps = flatten_steps(x0, masks)
     z = None if z is None else z.repeat_interleave(steps, dim=0)

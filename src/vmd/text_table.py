@@ -74,6 +74,7 @@ SYSTEMS = (
     System("draft, r = 4", "text-draft", 4),
     System("draft for one step, r = 4", "text-draft", 4, ONE_STEP),
     System("AR", "text-mdm", 1),
+    System("draft, r = 1", "text-draft", 1, BY_COUNTS),  # AR: what the head gains by reading the last tokens alone
     System("MDLM", "text-mdm", 256),
     System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z),
     System("Gaussian, learned prior, r = 4", "text-gaussian", 4, LEARNED_Z),
@@ -141,6 +142,8 @@ SCAN = (
     variant(DRAFT, "by counts", *BY_COUNTS),
     variant(DRAFT, "for one step", *ONE_STEP),
     *(System(f"draft, r = {block}", "text-draft", block) for block in (8, 16)),
+    System("no latent, r = 1", "text-mdm", 1),
+    System("draft, r = 1", "text-draft", 1, BY_COUNTS),
     # What a trained model without a latent gains by a part that is added to it.
     CODES_ADDED,
     replace(DRAFT, name="draft added, r = 4", added_to=BLIND.name),
