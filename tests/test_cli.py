@@ -445,7 +445,7 @@ BAD_WORDS = [
     ("sample missing", "missing: expected a model folder"),
     ("sample rows.npy", "rows.npy: expected a model folder"),
     ("evaluate missing --data d1", "missing: expected a model folder"),
-    ("reproduce nope", "'nope': expected one of two-token, four-token"),
+    ("reproduce nope", "'nope': expected one of two-token, four-token, ablations, heads, sudoku, text, text-scan"),
     ("reproduce two-token --quick --seeds 0", "--seeds 0"),
     ("reproduce two-token --quick --seeds -1", "--seeds -1"),
     ("reproduce two-token --quick --seeds two", "--seeds"),
@@ -558,6 +558,12 @@ def test_a_wrong_array_is_one_line(kind, run, here):
     save_bad_array(here / "bad.npy", kind)
     assert "bad.npy: " in refused("train", "--data", "bad.npy", "--out", "new", *TINY, folder=here)
     assert "bad.npy: " in refused("evaluate", run, "--data", "bad.npy", folder=here)
+
+
+def test_a_model_of_integers_does_not_score_the_characters_of_a_file(run, here):
+    (here / "rows.csv").write_text("0,1,1\n1,0,1\n")
+    told = refused("evaluate", run, "--data", "rows.csv", folder=here)
+    assert "--data rows.csv: expected an .npy array of integers" in told
 
 
 class Trap:

@@ -637,20 +637,108 @@ def test_small_boards_do_not_stand_in_a_table_of_large_ones(tmp_path):
     assert (tmp_path / "out/results.json").read_bytes() == committed.read_bytes()
 
 
-@pytest.mark.parametrize(("system", "what"), [("ours, no z", "logic, test"), ("several solutions, codes", "multi, train")])
-def test_rows_of_one_table_are_of_the_same_puzzles(copied, monkeypatch, system, what):
+def other_puzzles(patch, kind: str) -> None:
+    draw = puzzle_table.draw_puzzles
+    seeds = {kind: 1}
+    patch.setattr(puzzle_table, "draw_puzzles", lambda n, k, seed, box: draw(n, k, seed=seeds.get(k, seed), box=box))
+
+
+@pytest.mark.parametrize(
+    ("kind", "system", "refused_too", "what"),
+    [
+        ("logic", "ours, no z", "ours, codes", "logic, test, logic, train"),
+        ("any", "ours, no z", "ours, codes", "any, test"),
+        ("multi", "several solutions, no z", "several solutions, codes", "multi, test, multi, train"),
+    ],
+)
+def test_rows_of_one_table_are_of_the_same_puzzles(tmp_path, monkeypatch, kind, system, refused_too, what):
     monkeypatch.setattr(puzzle_table, "QUICK", TINY)
-    results = read(copied)
-    assert set(results["systems"]["ours, no z"]["puzzles"]) == {"logic, train", "logic, test", "any, test"}
-    assert set(results["systems"]["several solutions, codes"]["puzzles"]) == {"multi, train", "multi, test"}
-    results["systems"][system]["puzzles"][what] = "0" * 64
-    (copied / "results.json").write_text(json.dumps(results))
-    same_kind = next(s.name for s in SYSTEMS if s.trained_on == what.partition(",")[0] and s.name != system)
-    words = quick_words(copied, "--resume", "--only", same_kind)
-    told = refused(*words, folder=copied)
-    assert f"{system!r} of other puzzles than these ({what})" in told
-    other = "whole grids, no z"  # needs none of them
-    run_table(copied, "--resume", only=(other,))
+    out = tmp_path / "out"
+    run_table(out, only=(system,))
+    before = (out / "results.json").read_bytes()
+    other_puzzles(monkeypatch, kind)
+    told = refused(*quick_words(out, "--resume", "--only", refused_too), folder=out)
+    assert f"holds {system!r} of other puzzles than these ({what}): expected the same, or another --out" in told
+    run_table(out, "--resume", only=(system,))  # is done and asks for none
+    assert json.loads(before)["rows"] == read(out)["rows"]
+    run_table(out, "--resume", only=("whole grids, no z",))  # has other ones
+
+
+def test_a_stopped_system_does_not_go_on_with_other_puzzles(tmp_path, monkeypatch):
+    monkeypatch.setattr(puzzle_table, "QUICK", TINY)
+    with monkeypatch.context() as patch:
+        watch(patch, ("ours-no-z", 2))
+        run_table(tmp_path / "out", only=PAIR[:1], code=130)
+    with monkeypatch.context() as patch:
+        other_puzzles(patch, "logic")
+        told = refused(*quick_words(tmp_path / "out", "--resume", "--only", PAIR[0]), folder=tmp_path / "out")
+    assert "ours-no-z was begun with puzzles" in told
+    run_table(tmp_path / "out", "--resume", only=PAIR[:1])
+
+
+def test_a_fingerprint_is_of_all_puzzles_that_are_used_and_of_no_others():
+    sets = {kind: split_small(draw_puzzles(40, kind, seed=0, box=2), 8) for kind in ("logic", "multi")}
+    budget = replace(TINY, sizes={"logic": (10, 6), "multi": (10, 6)})
+
+    def prints() -> dict:
+        return puzzle_table.fingerprints(sets, budget, {"multi"})
+
+    first = prints()
+    assert set(first) == {"logic, test", "multi, test", "multi, train"}
+    assert len(set(first.values())) == 3
+    for kind, side, place, moved in (
+        ("logic", 1, 5, {"logic, test"}),  # the last that is measured
+        ("logic", 1, 6, set()),
+        ("logic", 0, 0, set()),  # no system was trained on them
+        ("multi", 0, -1, {"multi, train"}),
+    ):
+        for array in (sets[kind][side].puzzle, sets[kind][side].solution):
+            kept = array[place].copy()
+            array[place, -1] += 1
+            now = prints()
+            assert {what for what in first if now[what] != first[what]} == moved
+            array[place] = kept
+
+
+def test_every_curve_of_several_solutions_is_that_of_its_rows(monkeypatch, tmp_path):
+    values = {("no z", "once"): 1, ("codes", "once"): 2, ("codes", "fresh"): 3}
+    rows = [
+        {
+            "system": f"{group}, {latent}",
+            "setting": {"data": data, "z": z, "nfe": nfe},
+            "metric": "valid",
+            "value": 10 * nfe + value + shift,
+            "stderr": 1.0,
+        }
+        for group, data, shift in (("several solutions", "multi", 0), ("whole grids", "grid", 40))
+        for (latent, z), value in values.items()
+        for nfe in (5, 1)
+        if (data, latent, nfe, z) != ("multi", "codes", 1, "fresh")  # one step has one z
+        and (data, latent) != ("grid", "no z")
+    ]
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
+    figures.draw_several(rows, tmp_path / "x.png")
+    left, right = drawn[0].axes
+
+    def curves(axis) -> dict:
+        lines = [c.lines[0] for c in axis.containers]
+        return {(line.get_color(), line.get_linestyle()): (*line.get_xdata(), *line.get_ydata()) for line in lines}
+
+    blue, orange = figures.pyplot().get_cmap("tab10")([0, 1]).tolist()
+    blue, orange = tuple(blue), tuple(orange)
+    assert curves(left) == {
+        (blue, "-"): (1, 5, 11, 51),
+        (orange, "-"): (1, 5, 12, 53),  # fresh, from the same point
+        (orange, "--"): (1, 5, 12, 52),
+    }
+    assert {key: y[-1] for key, y in curves(right).items()} == {(orange, "-"): 93, (orange, "--"): 92}
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["no z", "codes, z fresh", "codes, z once"]
+
+
+def test_nothing_is_made_for_a_table_that_is_whole(copied, monkeypatch):
+    monkeypatch.setattr(puzzle_table, "puzzle_sets", lambda *args: 1 / 0)
+    run_table(copied, "--resume", only=PAIR)
 
 
 def test_the_committed_table_is_of_the_systems_as_they_are_now():

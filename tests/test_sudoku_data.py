@@ -1005,6 +1005,11 @@ def test_the_command_makes_files_that_load(tmp_path):
         files = [tmp_path / name / f"{side}.sudoku" for name in "ab"]
         assert files[0].read_bytes() == files[1].read_bytes()
         assert len(load_puzzles(files[0]).puzzle) == count
+    few = ("data", "sudoku", "--train", 2, "--test", 1, "--workers", 1, "--out", tmp_path / "a")
+    told = refused(*few, folder=tmp_path / "a")
+    assert "holds puzzles (train.sudoku, test.sudoku): use --overwrite or another --out" in told
+    succeeds(*few, "--overwrite")
+    assert len(load_puzzles(tmp_path / "a/train.sudoku").puzzle) == 2
 
 
 @pytest.mark.parametrize(

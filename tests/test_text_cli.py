@@ -49,7 +49,7 @@ def test_a_beginning_and_gaps_are_kept(source, tmp_path):
         line.startswith("the cat") for line in succeeds("sample", out, "-n", 3, "--prompt", "the cat").out.splitlines()
     )
     for line in succeeds("sample", out, "-n", 3, "--infill", "the ___ sat").out.splitlines():
-        assert line[:4] + line[7:11] == "the  sat"
+        assert line[:4] + line[7:] == "the  sat"  # and nothing after it
     traced = succeeds("sample", out, "-n", 1, "--prompt", "the ", "--trace").err
     assert "block 1 step 0: the " in traced
     assert "____" in traced
@@ -136,6 +136,7 @@ def test_bad_text_is_one_line(words, named, source, tmp_path):
     [
         (["sample", "RUN", "--prompt", "Ä"], "Ä"),
         (["sample", "RUN", "--infill", "_" * 17], "17 tokens"),
+        (["sample", "RUN", "--infill", "no gap"], "--infill 'no gap': expected a _ for each gap"),
         (["sample", "RUN", "--infill", "a_", "--prompt", "a"], "one of the two"),
         (["evaluate", "RUN", "--data", "SHORT"], "too short"),
         (["evaluate", "RUN", "--data", "SOURCE", "--split", "half"], "half"),

@@ -98,9 +98,10 @@ def reproduce(
 ) -> None:
     """Train and evaluate a table of the paper; write results.json, table.md and figures."""
     from vmd.figures import draw_figures, pyplot
-    from vmd.reproduce import reproduce
+    from vmd.reproduce import TABLES, reproduce
     from vmd.tables import print_table, summary_table
 
+    require_choice("NAME", name, (*TABLES, "sudoku", "text", "text-scan"))
     require(not several_processes(), "vmd reproduce runs in one process: start it without torchrun")
     chosen_seeds = None if seeds is None else parse_seeds(seeds)
     pyplot()  # a missing matplotlib is better known before the training
@@ -425,6 +426,8 @@ def sample(
         say(f"note: this model was trained with positions {trained_fixed(folder)} given; use --prompt to give them")
     tokenizer = model_tokenizer(folder)
     row = prompt_row(prompt, infill, config, tokenizer)
+    wanted = len(row)  # what comes after an infill is nobody's question
+    row += [-1] * (config.length - wanted)
     if out is not None:
         check_array_path(out)
     mine = my_share(n)
@@ -446,13 +449,13 @@ def sample(
     )
     if watching is not None:
         watching.close()
-    everything = gather_rows(drawn.tokens[: len(mine)])
+    everything = gather_rows(drawn.tokens[: len(mine), :wanted])
     if rank() != 0:
         return
     if out is not None:
         write_array(out, everything)
     for step in drawn.trace:
-        say(f"block {step.block} step {step.step}: {show(step.canvas[0].tolist(), config, tokenizer)}")
+        say(f"block {step.block} step {step.step}: {show(step.canvas[0, :wanted].tolist(), config, tokenizer)}")
     for tokens in everything.tolist():
         print(show(tokens, config, tokenizer))
     say(
@@ -676,6 +679,7 @@ def data(
     seed: Annotated[int, typer.Option(help="The files depend on sizes, kind and seed alone.")] = 0,
     out: Annotated[Path, typer.Option(help="Output folder.")] = Path("data/sudoku"),
     workers: Annotated[int, typer.Option(help="Processes. [default: one for each core]")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace puzzles that are there.")] = False,
 ) -> None:
     """Make Sudoku puzzles with their solutions, 24 bytes each: OUT/train.sudoku and OUT/test.sudoku."""
     from vmd.data.sudoku import make_puzzles
@@ -683,6 +687,8 @@ def data(
     from vmd.progress import progress_bar
 
     require_choice("WHAT", what, ("sudoku",))
+    held = [name for name in ("train.sudoku", "test.sudoku") if (out / name).exists()]
+    require(overwrite or not held, f"{out} holds puzzles ({', '.join(held)}): use --overwrite or another --out")
     if not COMPILED:
         say("note: numba is not installed, which makes this some 200 times slower: pip install 'vmd[sudoku]'")
     with progress_bar(f"vmd data {what}", train + test) as update:

@@ -442,7 +442,7 @@ def draw_several(rows: list[dict], path: Path) -> Path:
                 shown.sort(key=lambda row: row["setting"]["nfe"])
                 x, y, error = zip(*((r["setting"]["nfe"], r["value"], r["stderr"]) for r in shown), strict=True)
                 colour = plt.get_cmap("tab10")(number)
-                wide = max(1.2, 4 - number)  # so that curves that coincide are all seen
+                wide = max(1.2, 3 - 0.6 * number)  # so that curves that coincide are all seen
                 style = {"linestyle": line, "linewidth": wide, "elinewidth": 1.2, "marker": "o", "markersize": 4}
                 drawn = axis.errorbar(x, y, error, color=colour, **style)
                 labels.setdefault(latent + (f", z {z}" if fresh else ""), drawn)
@@ -454,7 +454,7 @@ def draw_several(rows: list[dict], path: Path) -> Path:
         axis.set_ylabel("valid grids in one draw, %")
         axis.set_title(f"{titles[kind]}; rule sample, order prob", fontsize=10)
         axis.grid(color=GRID)
-    figure.legend(list(labels.values()), list(labels), frameon=False, fontsize=9, loc="outside right upper")
+    figure.legend(list(labels.values()), list(labels), frameon=False, fontsize=9, loc="outside right upper", handlelength=4)
     return save(figure, path)
 
 

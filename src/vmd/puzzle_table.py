@@ -37,7 +37,7 @@ from vmd.presets import preset
 from vmd.progress import progress_bar
 from vmd.sampling import ORDERS
 from vmd.solving import Frame, solve_puzzles
-from vmd.systems import chosen_names, collect, goes_on, read_done, run_systems, training_seconds, write_results
+from vmd.systems import chosen_names, collect, goes_on, is_done, read_done, run_systems, training_seconds, write_results
 from vmd.training import check_precision, fast_settings, precision, train, uncompiled
 
 NO_Z, GAUSSIAN, LEARNED, CODES = "no z", "Gaussian", "Gaussian, learned prior", "codes"
@@ -396,20 +396,14 @@ def reproduce_sudoku(
         told = f"{out} holds {name!r} of a {'--quick' if small else 'full'} run: expected another --out"
         require(small == quick, told)
     make_folder(out)
-    trained = {system.trained_on for system in chosen}
-    sets = puzzle_sets(data, budget, trained, quick, on_note)
+    trained = {systems[name].trained_on for name, run in runs.items() if not is_done(done, name, run)}
+    sets = puzzle_sets(data, budget, trained, quick, on_note) if trained else {}
     puzzles = fingerprints(sets, budget, trained)
     for name, part in done.items():  # rows of one table are of the same puzzles
-        others = [what for what, digest in part.get("puzzles", {}).items() if puzzles.get(what, digest) != digest]
-        told = f"{out} holds {name!r} of other puzzles than these ({', '.join(others)}): expected the same, or another --out"
-        require(not others, told)
+        require_same_puzzles(f"{out} holds {name!r}", part.get("puzzles", {}), puzzles)
 
     def run_one(name: str) -> dict:
-        made = run_system(systems[name], runs[name], sets, budget, out, device, resume)
-        own = systems[name].trained_on
-        kinds = {own} if own in ("multi", "grid") else {own, *SOLVED}
-        used = {f"{own}, train", *(f"{kind}, test" for kind in kinds)}
-        return made | {"puzzles": {what: puzzles[what] for what in used & puzzles.keys()}}
+        return run_system(systems[name], runs[name], sets, puzzles, budget, out, device, resume)
 
     def write() -> dict:
         results = collect("sudoku", list(systems), done, command, device)
@@ -422,8 +416,25 @@ def reproduce_sudoku(
     return run_systems(runs, done, command, device, run_one, write)
 
 
-def run_system(system: System, run: RunConfig, sets: dict, budget: Budget, out: Path, device: str, resume: bool) -> dict:
+def require_same_puzzles(holds: str, before: dict[str, str], now: dict[str, str]) -> None:
+    others = ", ".join(what for what, digest in before.items() if now.get(what, digest) != digest)
+    require(not others, f"{holds} of other puzzles than these ({others}): expected the same, or another --out")
+
+
+def run_system(
+    system: System,
+    run: RunConfig,
+    sets: dict,
+    puzzles: dict[str, str],
+    budget: Budget,
+    out: Path,
+    device: str,
+    resume: bool,
+) -> dict:
     trained, tested = sets[system.trained_on]
+    kinds = {system.trained_on} if system.trained_on in ("multi", "grid") else {system.trained_on, *SOLVED}
+    used = {f"{system.trained_on}, train", *(f"{kind}, test" for kind in kinds)}
+    puzzles = {what: digest for what, digest in puzzles.items() if what in used}
     pair = run.data.layout == "pair"
     data = SudokuData(trained, run.training.seed, run.data.augment, pair=pair)
     folder = out / system.name.replace(" ", "-").replace(",", "").replace("'", "").replace(".", "")
@@ -439,10 +450,13 @@ def run_system(system: System, run: RunConfig, sets: dict, budget: Budget, out: 
         curve.append({"step": step, "solved": found["value"], "stderr": found["stderr"]})
         write_atomically(looks, "".join(json.dumps(point) + "\n" for point in curve))
 
-    again = goes_on(folder, resume)
+    again, seen = goes_on(folder, resume), folder / "puzzles.json"
     if again and looks.exists():
         curve += [json.loads(line) for line in looks.read_text().splitlines()]
+    if again and seen.exists():
+        require_same_puzzles(f"{folder} was begun with puzzles", json.loads(seen.read_text()), puzzles)
     make_folder(folder)
+    write_atomically(seen, json.dumps(puzzles))
     with progress_bar(system.name, run.training.steps) as update:
         log = train(
             model,
@@ -466,6 +480,7 @@ def run_system(system: System, run: RunConfig, sets: dict, budget: Budget, out: 
         "parameters": model.parameter_counts(),
         "rows_seen": run.training.steps * run.training.batch_size,
         "trained_on": system.trained_on,
+        "puzzles": puzzles,
         "filling": filling(model, tested) if system.name == SYSTEMS[0].name else None,
     }
 

@@ -73,6 +73,10 @@ def is_of(saved: dict, run: RunConfig) -> bool:
     return what_counts(with_new_fields(saved)) == what_counts(to_dict(run))
 
 
+def is_done(done: dict[str, dict], name: str, run: RunConfig) -> bool:
+    return name in done and is_of(done[name]["configuration"], run)
+
+
 def goes_on(folder: Path, resume: bool) -> bool:
     """Whether a system was begun here, be it without a checkpoint, and is to go on."""
     return resume and (bool(checkpoint_files(folder)) or (folder / "run.json").exists())
@@ -88,7 +92,7 @@ def run_systems(
 ) -> dict:
     """Those that are not done with these very settings, one after the other; the results are written after each."""
     for name, run in runs.items():
-        if name not in done or not is_of(done[name]["configuration"], run):
+        if not is_done(done, name, run):
             origin = {"command": command, "hardware": hardware(device)}  # a table may be made in several goes
             done[name] = run_one(name) | origin | {"configuration": to_dict(run)}
             write()

@@ -18,6 +18,8 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     from vmd.data.text import SPLITS, text_rows
 
     tokenizer = model_tokenizer(folder)
+    if tokenizer is None and is_text(name) and not model.config.board and not saved_data(folder).get("puzzles"):
+        raise InvalidInput(f"--data {name}: expected an .npy array of integers, or a named data set: no model of text")
     if tokenizer is None or not is_text(name):
         require(split is None, f"--split {split}: expected with a text and a model of text")
         about = saved_data(folder)
@@ -163,7 +165,7 @@ def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ..
 
 
 def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any) -> list[int]:
-    """Token ids with -1 for what the model is to write."""
+    """Token ids with -1 for what the model is to write: of an infill no more than it holds."""
     require(prompt is None or infill is None, "--prompt and --infill: expected one of the two")
     require(infill is None or tokenizer is not None, "--infill: expected a model of text; others take --prompt")
     length, row = config.length, []
@@ -171,11 +173,12 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
         return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
     if prompt is not None:
         row = tokenizer.encode(prompt).tolist()
+    require(infill is None or "_" in infill, f"--infill {infill!r}: expected a _ for each gap; --prompt goes on from a text")
     for number, part in enumerate(infill.split("_") if infill is not None else []):
         row += [-1] * (number > 0) + tokenizer.encode(part).tolist()
     option = "--prompt" if infill is None else "--infill"
     require(len(row) <= length, f"{option}: {len(row)} tokens: expected at most {length}, the model's length")
-    return row + [-1] * (length - len(row))
+    return row if infill is not None else row + [-1] * (length - len(row))
 
 
 def show(tokens: list[int], config: Any, tokenizer: Any = None) -> str:

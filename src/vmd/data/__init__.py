@@ -60,7 +60,8 @@ def load_data(
     if name.endswith(".npy"):
         return load_array(name, seed)
     if is_text(name):
-        require(length > 0, f"{name}: text needs a length of its chunks: use --set model.length=256, or a text preset")
+        told = "text needs a length of its chunks: use a text preset or --set model.length=256 (integers go in an .npy file)"
+        require(length > 0, f"{name}: {told}")
         folder = prepared_text(name, tokenizer or "char", documents=documents, on_progress=on_progress)
         return TextData(folder, split, length=length, seed=seed)
     require(not tokenizer and not documents, f"{name}: no such text: expected the path of a file or folder, or text8")
