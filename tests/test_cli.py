@@ -246,6 +246,8 @@ def test_data_may_be_given_as_a_field_or_as_an_option(here):
 def test_the_output_folder_is_named_after_the_preset(here):
     succeeds("train", "poker-mdm", *TINY)
     assert (here / "runs" / "poker-mdm" / "model.safetensors").exists()
+    for words in (("sample", "runs/poker-mdm"), ("evaluate", "runs/poker-mdm", "--data", "poker")):
+        assert "--z fresh: expected with a model that has a latent" in refused(*words, "--z", "fresh", folder=here)
 
 
 def test_the_same_command_gives_the_same_weights(trained, here):

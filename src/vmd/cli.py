@@ -418,6 +418,7 @@ def sample(
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
     config = loaded.config
     rule = rule or ("argmax" if config.latent.kind == "gaussian" else "sample")
+    require(z is None or config.has_latent, f"--z {z}: expected with a model that has a latent")
     z = z or (usual_z(folder, config) if steps > 1 else "once")
     deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
     if prompt is not None and deaf:
@@ -533,6 +534,7 @@ def evaluate(
         pyplot()
     folder = model_folder(model)
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
+    require(z is None or loaded.config.has_latent, f"--z {z}: expected with a model that has a latent")
     z = z or (usual_z(folder, loaded.config) if max(counts) > 1 else "once")
     loaded_data = data_to_score(folder, loaded, data, split)
     if isinstance(loaded_data, SudokuData):
