@@ -46,7 +46,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = [system.name for system in SYSTEMS if not system.second_seed]  # of a quick table
 JUDGE = next(system.name for system in SYSTEMS if system.judge)
 BY_NAME = {system.name: system for system in SYSTEMS}
-LENGTH, ROWS = 16, 10
+LENGTH, ROWS = 16, 8
 TINY = replace(
     QUICK,
     length=LENGTH,
@@ -84,7 +84,13 @@ def chunks(text: str) -> list[str]:
     return [text[start : start + LENGTH] for start in range(0, len(text) - LENGTH + 1, LENGTH)]
 
 
-TRAINED, TESTED = chunks(TEXT[: CUT[0]]), chunks(TEXT[CUT[1] :])[:ROWS]
+def spread(rows: list[str]) -> list[str]:
+    """ROWS of them, all over the text."""
+    assert len(rows) > ROWS
+    return [rows[i * (len(rows) - 1) // (ROWS - 1)] for i in range(ROWS)]
+
+
+TRAINED, TESTED = chunks(TEXT[: CUT[0]]), spread(chunks(TEXT[CUT[1] :]))
 X0 = torch.tensor([[sorted(set(TEXT)).index(c) for c in row] for row in TESTED])
 VOCABULARY = {word for row in TRAINED for word in row.split(" ")[1:-1] if word}
 
@@ -783,7 +789,7 @@ def scanned(source, tmp_path_factory):
 
 def test_a_scan_scores_validation_text_and_draws_nothing(scanned):
     """The test text is for the systems that were chosen."""
-    rows = chunks(TEXT[CUT[0] : CUT[1]])[:ROWS]
+    rows = spread(chunks(TEXT[CUT[0] : CUT[1]]))
     x0 = torch.tensor([[sorted(set(TEXT)).index(c) for c in row] for row in rows])
     assert list(scanned.results["systems"]) == list(SCANNED)
     assert not any("temperature" in row["setting"] for row in scanned.results["rows"])
@@ -834,6 +840,7 @@ CHANGES = {
     "additive head": {"model.latent.head": "additive"},
     "head of rank 16": {"model.latent.head_dim": 16},
     "last layer too": {"model.latent.code_layers": 1},
+    "head of 1024": {"model.draft": 1024},
     "half together": {"objective.together": 0.5},
     "0.9 together": {"objective.together": 0.9},
     "by counts": {"objective.together": 0},

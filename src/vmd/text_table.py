@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,6 +140,7 @@ SCAN = (
     variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
     DRAFT,
     variant(DRAFT, "0.9 together", "objective.together=0.9"),
+    variant(DRAFT, "head of 1024", "model.draft=1024", slow=True),
     variant(DRAFT, "by counts", *BY_COUNTS),
     variant(DRAFT, "for one step", *ONE_STEP),
     *(System(f"draft, r = {block}", "text-draft", block) for block in (8, 16)),
@@ -189,7 +191,7 @@ QUICK = Budget(
         "training.ema=0.98",
     ),
     ("model.layers=3", "model.width=96"),
-    100,
+    200,
     50,
     4,
 )
@@ -423,7 +425,8 @@ def reproduce_text(
         if not (folder_of(out, systems[name]) / WEIGHTS_FILE).is_file():
             del done[name]
     make_folder(out)
-    x0 = tested.in_order(0, min(budget.rows, len(tested))).long().to(device)
+    spread = np.linspace(0, len(tested) - 1, min(budget.rows, len(tested))).astype(np.int64)  # neighbours are of one article
+    x0 = tested.rows_at(spread).long().to(device)
     reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
 
     @functools.cache
