@@ -29,7 +29,7 @@ def drafting(length: int, r: int, vocab: int = V, seed: int = 2) -> VMD:
     draft = model.decoder.draft
     assert draft is not None
     with torch.no_grad():
-        for part, factor in ((draft.out, 2), (draft.before, 8)):
+        for part, factor in ((draft.out, 2), (draft.last, 8)):
             part.weight.mul_(factor)
     return model
 
@@ -55,14 +55,14 @@ def test_a_token_sees_those_before_it_in_its_block_if_they_are_known_and_no_othe
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from([(4, 4), (8, 4), (6, 1), (40, 4), (40, 20)]), st.integers(0, 2**31))
+@given(st.sampled_from([(4, 4), (8, 4), (6, 1), (40, 4), (36, 12), (40, 20)]), st.integers(0, 2**31))
 def test_the_head_reads_the_last_tokens_before_a_place(shape, seed):
     """Of its own block as they are known, of earlier ones as they are; nothing before the text."""
     length, r = shape
     head = drafting(length, r).decoder.draft
     known, x0 = random_tokens(1, length, V + 1, seed)[0], random_tokens(1, length, V, seed + 1)[0]
     windows = head.windows(known, x0)
-    assert windows.shape == (length, {4: 3, 8: 7, 6: 5, 40: 8 if r == 4 else 16}[length])
+    assert windows.shape == (length, {4: 3, 8: 7, 6: 5, 36: 11, 40: 8 if r == 4 else 16}[length])
     for place in range(length):
         for back, token in enumerate(reversed(windows[place].tolist()), start=1):
             there = place - back
@@ -118,6 +118,21 @@ def test_in_one_step_tokens_depend_on_each_other():
     """The law of a pair is not the product of its tokens' laws."""
     p = one_step_probabilities(drafting(2, 2), all_sequences(2, V)).view(V, V)
     assert float((p - p.sum(1, keepdim=True) * p.sum(0)).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize(("length", "r"), [(40, 2), (24, 1), (36, 12), (20, 20)])
+@torch.no_grad()
+def test_what_is_written_is_what_the_likelihood_holds_likeliest(length, r, cache):
+    """Far from the beginning, too: the head of the sampler reads what that of the likelihood reads."""
+    model = drafting(length, r, vocab=7)
+    tokens = model.sample(6, steps=1, rule="argmax", cache=cache, generator=torch.Generator().manual_seed(0)).tokens
+    prompt = torch.full((6, length), -1)
+    prompt[:, ::5] = torch.arange(6).unsqueeze(1)
+    given = model.sample(prompt=prompt, steps=1, rule="argmax", cache=cache).tokens
+    for x0, masked in ((tokens, torch.ones_like(prompt) > 0), (given, prompt < 0)):
+        likeliest = model.denoise(apply_mask(x0, masked, 7), x0, x0).argmax(-1)
+        assert torch.equal(likeliest[masked], x0[masked])
 
 
 @pytest.mark.parametrize("rule", ["sample", "argmax"])

@@ -285,7 +285,7 @@ def test_what_was_trained_is_called_a_surrogate_with_z_and_a_bound_without(whole
     headers, lines = text_bits_table(whole.results)
     assert headers[-2:] == ["KL of z, nats a block", "objective"]
     for name, line in zip(NAMES, lines, strict=True):
-        no_bound = BY_NAME[name].preset != "text-mdm" and "for one step" not in name
+        no_bound = BY_NAME[name].preset != "text-mdm" and "for one step" not in name and BY_NAME[name].block > 1
         (row,) = (r for r in rows_of(whole.results, name) if r["metric"] in ("surrogate", "own_bound"))
         assert row["metric"] == ("surrogate" if no_bound else "own_bound")
         assert line[0] == name
@@ -587,6 +587,8 @@ def test_other_runs_are_not_mixed_into_a_table(whole, copied, tmp_path, monkeypa
     assert "cats.txt" in no("--resume", "--only", "AR", text=tmp_path / "dogs.txt")
     (tmp_path / "cats.txt").write_text(TEXT.replace("cat", "act"))
     assert "another cats.txt" in no("--resume", "--only", "AR", text=tmp_path / "cats.txt")
+    monkeypatch.setattr(text_table, "QUICK", replace(TINY, rows=ROWS - 1))
+    assert "measured on other rows of the text: expected another --out" in no("--resume", "--only", "AR")
     monkeypatch.setattr(text_table, "QUICK", replace(TINY, length=8))
     assert "rows of 16" in no("--resume", "--only", "AR")
 

@@ -32,7 +32,7 @@ def agreeing(kind: str, length: int = 4, r: int = 2, vocab: int = V, seed: int =
     model = VMD(replace(tiny_config(length, r, vocab, NO_Z), draft=16), seed=seed).eval()
     draft = model.decoder.draft
     assert draft is not None
-    for part, factor in ((draft.out, 2), (draft.before, 8)):
+    for part, factor in ((draft.out, 2), (draft.last, 8)):
         part.weight.mul_(factor)
     return model
 

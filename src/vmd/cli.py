@@ -339,7 +339,7 @@ def train_run(
             stack.enter_context(board)
         update = stack.enter_context(progress_bar(f"vmd train {run.data.name}", run.training.steps))
 
-        by_paper = run.model.tokens_agree and run.objective.masking != "steps" and not run.objective.together
+        by_paper = not run.model.bounded_by_counts and run.objective.masking != "steps" and not run.objective.together
         loss = "surrogate" if by_paper else "loss"
 
         def on_step(done: int, record: dict | None) -> None:
@@ -432,7 +432,7 @@ def sample(
     if out is not None:
         check_array_path(out)
     mine = my_share(n)
-    watching = Watch(config, tokenizer) if watch and rank() == 0 else None
+    watching = Watch(config, tokenizer, wanted) if watch and rank() == 0 else None
     drawn = loaded.sample(
         prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1),  # a process without a share draws one for nothing
         steps=steps,

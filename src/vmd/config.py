@@ -187,6 +187,11 @@ class ModelConfig:
         return self.has_latent or self.draft > 0
 
     @property
+    def bounded_by_counts(self) -> bool:
+        """Whether the paper's objective, by mask counts, bounds the likelihood of one token a step."""
+        return not self.has_latent and (not self.draft or self.block_size == 1)
+
+    @property
     def z_reaches_later_blocks(self) -> bool:
         """Then a likelihood cannot be taken block by block, and z must be drawn once per block."""
         return self.latent.kind == "gaussian" and self.latent.on_clean and self.blocks > 1

@@ -257,8 +257,8 @@ def objective_rows(model: VMD, data: Data, n: int, seed: int, fixed: Tensor | No
         for name, value in model(chunk, masks, noise)._asdict().items():
             parts[name].append(value / (maskable * math.log(2)))
     about = f"{len(x0)} rows, mask counts, KL weight 1"
-    name = "surrogate (not a bound), bits per token" if config.tokens_agree else "bound at N = block size, bits per token"
-    labels = {"total": name}
+    name = "bound at N = block size" if config.bounded_by_counts else "surrogate (not a bound)"
+    labels = {"total": f"{name}, bits per token"}
     if config.has_latent and config.latent.kind != "chain":  # whose loss is not split
         labels |= {"reconstruction": "  its reconstruction", "kl": "  its KL"}
     rows = []

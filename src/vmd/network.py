@@ -294,7 +294,7 @@ class DraftHead(nn.Module):
         self.block_size, self.outside = config.block_size, config.vocab_size + 1
         self.token = nn.Embedding(config.vocab_size + 2, DRAFT_EMBEDDING)  # also [MASK], unknown, and before the text
         self.features = nn.Linear(config.width, config.draft)
-        self.before = nn.Linear(self.reach * DRAFT_EMBEDDING, config.draft, bias=False)
+        self.last = nn.Linear(self.reach * DRAFT_EMBEDDING, config.draft, bias=False)
         self.mix = nn.Linear(config.draft, config.draft)
         self.out = nn.Linear(config.draft, config.vocab_size, bias=False)
 
@@ -310,7 +310,7 @@ class DraftHead(nn.Module):
 
     def forward(self, features: Tensor, windows: Tensor) -> Tensor:
         """`self.features` of h, (..., R), and tokens (..., reach) -> (..., V)."""
-        x = F.gelu(features + self.before(self.token(windows).flatten(-2)), approximate="tanh")
+        x = F.gelu(features + self.last(self.token(windows).flatten(-2)), approximate="tanh")
         return self.out(F.gelu(self.mix(x), approximate="tanh"))
 
 

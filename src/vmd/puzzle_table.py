@@ -145,15 +145,18 @@ def puzzle_sets(folder: Path, budget: Budget, trained: set[str], quick: bool, no
         here = folder / kind
         if kind not in trained:
             train_size = min(train_size, 100)
-        if not (here / "train.sudoku").is_file():
+        held = [side for side in ("train", "test") if (here / f"{side}.sudoku").is_file()]
+        if not held:
             note(f"making {train_size + test_size:,} puzzles of kind {kind}")
             with progress_bar(f"puzzles, {kind}", train_size + test_size) as update:
                 make_puzzles(train_size, test_size, kind, 0, here, on_progress=update)
+        else:
+            require(len(held) == 2, f"{here}: found {held[0]}.sudoku alone: expected both, or none to make them")
         sets[kind] = parts = (load_puzzles(here / "train.sudoku"), load_puzzles(here / "test.sudoku"))
         for part, wanted, side in zip(parts, (train_size, test_size), ("train", "test"), strict=True):
             enough = len(part) >= wanted
             require(
-                enough, f"{here / side}.sudoku: {len(part):,} puzzles: expected {wanted:,} or more: remove it to make them"
+                enough, f"{here / side}.sudoku: {len(part):,} puzzles: expected {wanted:,} or more: remove both to make them"
             )
     return sets
 

@@ -192,11 +192,11 @@ def show(tokens: list[int], config: Any, tokenizer: Any = None) -> str:
 class Watch:
     """Shows the first sample on the terminal while it is written: new tokens in colour, the next ones as gaps."""
 
-    def __init__(self, config: Any, tokenizer: Any):
+    def __init__(self, config: Any, tokenizer: Any, wanted: int):
         from rich.console import Console
         from rich.live import Live
 
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.wanted = config, tokenizer, wanted
         self.console = Console(stderr=True)
         self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
         if self.live is not None:
@@ -206,7 +206,7 @@ class Watch:
         from rich.text import Text
 
         tokens, new = step.canvas[0].tolist(), step.revealed[0].tolist()
-        shown = (step.block + 1) * self.config.block_size  # blocks after this one are not begun
+        shown = min(self.wanted, (step.block + 1) * self.config.block_size)  # blocks after this one are not begun
         line = Text()
         words = " " if self.tokenizer is None else ""
         for token, fresh in zip(tokens[:shown], new[:shown], strict=True):

@@ -285,7 +285,7 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
     else:
         totals = objective_nats(model, x0, score_entropy=run.objective.score_entropy)
         value, apart = in_bits(totals, x0.shape[1]), in_bits(totals - per_row, x0.shape[1])
-    surrogate = model.config.tokens_agree and run.objective.masking != "steps"
+    surrogate = not model.config.bounded_by_counts and run.objective.masking != "steps"
     name = "surrogate" if surrogate else "own_bound"
     setting = {"steps": 0, "nfe": 0, "n": len(x0)}
     if run.objective.masking == "steps":
@@ -428,6 +428,10 @@ def reproduce_text(
     spread = np.linspace(0, len(tested) - 1, min(budget.rows, len(tested))).astype(np.int64)  # neighbours are of one article
     x0 = tested.rows_at(spread).long().to(device)
     reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
+    scored = hashlib.sha256(x0.cpu().numpy().tobytes()).hexdigest()
+    for name, part in done.items():
+        same = part.get("scored_sha256") == scored
+        require(same, f"{out} holds {name!r}, measured on other rows of the text: expected another --out")
 
     @functools.cache
     def words() -> set[str]:
@@ -450,7 +454,7 @@ def reproduce_text(
         about["measuring_seconds"] = time.perf_counter() - started
         if system.added_to:
             about["base"] = done[system.added_to]["configuration"]
-        about["text_sha256"] = trained.sha256
+        about["text_sha256"], about["scored_sha256"] = trained.sha256, scored
         return about | {"rows": [{"system": name} | row for row in rows]}
 
     def write() -> dict:
