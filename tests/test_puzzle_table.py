@@ -272,7 +272,7 @@ def test_few_puzzles_are_made_of_kinds_that_are_only_tested_and_never_trained_on
     with pytest.raises(InvalidInput, match=r"logic/test.sudoku: 3 puzzles: expected 4 or more"):
         puzzle_sets(tmp_path, more, {"logic"}, False, lambda text: None)
     (tmp_path / "logic/test.sudoku").rename(tmp_path / "kept")
-    with pytest.raises(InvalidInput, match="logic: found train.sudoku alone: expected both, or none to make them"):
+    with pytest.raises(InvalidInput, match=r"logic: found train.sudoku alone: expected both, or none to make them"):
         puzzle_sets(tmp_path, budget, {"logic"}, False, lambda text: None)
 
 
