@@ -30,7 +30,7 @@ from vmd.data.sudoku import (
     valid,
 )
 from vmd.evaluation import rows_per_pass
-from vmd.files import make_folder, write_atomically
+from vmd.files import make_folder, read_json, write_atomically
 from vmd.metrics import share_error
 from vmd.model import VMD
 from vmd.presets import preset
@@ -457,7 +457,7 @@ def run_system(
     if again and looks.exists():
         curve += [json.loads(line) for line in looks.read_text().splitlines()]
     if again and seen.exists():
-        require_same_puzzles(f"{folder} was begun with puzzles", json.loads(seen.read_text()), puzzles)
+        require_same_puzzles(f"{folder} was begun with puzzles", read_json(seen), puzzles)
     make_folder(folder)
     write_atomically(seen, json.dumps(puzzles))
     with progress_bar(system.name, run.training.steps) as update:

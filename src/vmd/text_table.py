@@ -34,6 +34,7 @@ from vmd.systems import (
     chosen_names,
     collect,
     goes_on,
+    is_done,
     is_of,
     read_done,
     run_systems,
@@ -418,7 +419,7 @@ def reproduce_text(
             raise InvalidInput(f"{name}: {error}") from None
     require_same_text(out, done, Path(source).name, trained.sha256, budget.length)
     require_same_base(systems, runs, done, out)
-    missing = [name for name in chosen if name not in done or not is_of(done[name]["configuration"], runs[name])]
+    missing = [name for name in chosen if not is_done(done, name, runs[name])]
     needed = {systems[name].added_to for name in missing}  # of which others take the weights, not the rows
     needed |= {JUDGE.name} if missing or JUDGE.name in only else set()
     for name in needed.intersection(done, chosen):
