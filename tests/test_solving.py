@@ -363,7 +363,7 @@ def test_digits_that_clash_are_red(broken):
     grid = SMALL.solution[0].astype(int)
     if broken:
         grid = np.where(np.arange(16) == 1, grid[0], grid)
-    draw_board(axis, SMALL.puzzle[0], grid, np.zeros(16), np.zeros(16, bool), "")
+    draw_board(axis, SMALL.puzzle[0], grid, grid, np.zeros(16), np.zeros(16, bool), "")
     colours = [text.get_color() for text in axis.texts if text.get_text().isdigit()]
     plt.close(figure)
     assert [colour == "#d00000" for colour in colours] == engine.clashing(grid).tolist()
@@ -380,7 +380,9 @@ def test_an_animation_shows_the_grid(tmp_path, monkeypatch, code, wrong):
     with Image.open(tmp_path / "a.gif") as picture:
         picture.load()
         assert (picture.format, picture.n_frames > 1) == ("GIF", True)
-    (first, *_), *_, (last, sure, _, title) = drawn[0]
+    (first, *_), *between, (last, _, sure, _, title) = drawn[0]
+    assert [int((canvas > 0).sum()) for canvas, *_ in between] == sorted({int((canvas > 0).sum()) for canvas, *_ in between})
+    assert len(between) > 1  # also where the first evaluation would do
     assert ("the rules hold" in title, "break the rules" in title) == (code == 0, code == 1)
     assert text(first) == text(SMALL.puzzle[1])
     assert text(last) == re.sub(r"\D", "", re.split("solved|NOT", done.out)[0])

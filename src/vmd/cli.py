@@ -713,7 +713,9 @@ def solve(
     tries: Annotated[int, typer.Option(help="Most tries; each looks at the board under another symmetry.")] = 8,
     revise: Annotated[bool, typer.Option("--revise", help="A step may take back what an earlier one wrote.")] = False,
     early: Annotated[bool, typer.Option(help="Stop as soon as all that the model would write obeys the rules.")] = True,
-    animate: Annotated[Path | None, typer.Option(help="Of one puzzle: write the steps as a .gif.")] = None,
+    animate: Annotated[
+        Path | None, typer.Option(help="Of one puzzle: write all steps as a .gif; none is left out by --early.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Of a file: write the grids, one a line; unsolved ones as blanks.")
     ] = None,

@@ -412,14 +412,25 @@ def draw_filling(filling: dict, path: Path, panels: int = 6) -> Path:
     import numpy as np
 
     plt = pyplot()
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     steps = [SimpleNamespace(**{k: np.array([v]) for k, v in frame.items()}) for frame in filling["frames"]]
     frames = board_frames(filling["puzzle"], steps)
     shown = sorted({round(i * (len(frames) - 1) / (panels - 1)) for i in range(panels)})
     figure, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown), 2.9), layout="constrained", squeeze=False)
     for axis, index in zip(axes[0], shown, strict=True):
-        canvas, sure, new, title = frames[index]
-        draw_board(axis, np.array(filling["puzzle"]), canvas, sure, new, title, size=62)
+        canvas, guess, sure, new, title = frames[index]
+        draw_board(axis, np.array(filling["puzzle"]), canvas, guess, sure, new, title, size=62)
+    bar = figure.colorbar(ScalarMappable(Normalize(0, DARKEST), "Blues"), ax=axes[0], shrink=0.8, pad=0.01)
+    bar.ax.set_ylim(0, NINES)
+    bar.set_ticks([-np.log10(1 - p) for p in SURE], labels=[f"{p:.2%}".replace(".00", "") for p in SURE], fontsize=8)
+    bar.set_label("how sure of a cell\nred frame: just written, gray: not yet", fontsize=8)
     return save(figure, path)
+
+
+NINES, DARKEST = 4.0, 7.5  # as sure as colours tell apart, and beyond: digits must be seen on them
+SURE = (0.5, 0.9, 0.99, 0.999, 0.9999)
 
 
 def draw_several(rows: list[dict], path: Path) -> Path:
@@ -458,16 +469,21 @@ def draw_several(rows: list[dict], path: Path) -> Path:
     return save(figure, path)
 
 
-def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, title: str, size: float = 90) -> None:
-    """A board: clues in black, digits written on a colour that says how sure the model was, the newest outlined.
+def draw_board(
+    axis: Any, puzzle: Any, canvas: Any, guess: Any, confidence: Any, new: Any, title: str, size: float = 90
+) -> None:
+    """A board: clues in black, digits on a colour that says how sure the model was, the newest outlined.
 
-    Digits that break a rule are red.
+    Those that are not written yet are gray, those that break a rule are red.
     """
+    import numpy as np
+
     from vmd.data.sudoku_engine import clashing
 
     side = round(len(puzzle) ** 0.5)
     box = round(side**0.5)
-    axis.imshow(confidence.reshape(side, side), cmap="Blues", vmin=0, vmax=2.2, extent=(0, side, side, 0))
+    nines = np.clip(-np.log10(np.maximum(1 - confidence, 1e-9)), 0, NINES)  # 90 %, 99 %, 99.9 % ...: 1, 2, 3 ...
+    axis.imshow(nines.reshape(side, side), cmap="Blues", vmin=0, vmax=DARKEST, extent=(0, side, side, 0))
     for line in range(side + 1):
         width = 2.0 if line % box == 0 else 0.5
         axis.plot([0, side], [line, line], color=INK, linewidth=width, clip_on=False)
@@ -480,30 +496,33 @@ def draw_board(axis: Any, puzzle: Any, canvas: Any, confidence: Any, new: Any, t
         if digit > 0:
             colour = "#d00000" if clash[cell] else INK if puzzle[cell] else "#123a66"
             look = {"color": colour, "weight": "bold" if puzzle[cell] else "normal"}
+        else:
+            digit, look = guess[cell], {"color": "#7a7a7a"}
+        if digit > 0:
             axis.text(column + 0.5, row + 0.54, str(int(digit)), ha="center", va="center", fontsize=size / side, **look)
     axis.set_axis_off()
     axis.set_title(title, fontsize=9)
 
 
 def board_frames(puzzle: Any, steps: list) -> list[tuple]:
-    """(canvas, confidence, new, title) before the first step and after each, of the first row of the steps' batch."""
+    """(canvas, guess, confidence, new, title) before the first step and after each, of the first row of a batch."""
     import numpy as np
 
     from vmd.data.sudoku_engine import clashing
 
     clues = np.asarray(puzzle)
     sure = np.full(len(clues), np.nan)
-    frames = [(clues, sure, np.zeros(len(clues), bool), f"{(clues > 0).sum()} clues")]
+    frames = [(clues, clues, sure, np.zeros(len(clues), bool), f"{(clues > 0).sum()} clues")]
     for number, step in enumerate(steps, start=1):
         shown = step.guess if number == len(steps) else step.canvas  # the last grid is what the model would write
         digits, masked = np.asarray(shown[0]), np.asarray(step.masked[0])
         new = masked & (digits > 0)
         score = np.clip(np.asarray(step.score[0]), 0, 1)
-        sure = np.where(new, score, np.where(digits > 0, sure, np.nan))
+        sure = np.where(masked, score, sure)
         filled, broken = (digits > 0).sum(), clashing(digits).sum()
         told = "the rules hold" if filled == len(digits) else f"{filled} of {len(digits)} cells"
         told = f"{broken} cells break the rules" if broken else told
-        frames.append((digits, sure, new, f"evaluation {number}: {told}"))
+        frames.append((digits, np.asarray(step.guess[0]), sure, new, f"evaluation {number}: {told}"))
     return frames
 
 

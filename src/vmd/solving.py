@@ -253,6 +253,7 @@ def solve_command(
 
 def solve_one(model: VMD, puzzle: Tensor, animate: Path | None, options: dict[str, Any]) -> bool:
     frames: dict[int, list[Frame]] = {}
+    options = options if animate is None else options | {"early": False}  # it would show little
     started = time.perf_counter()
     found = solve_puzzles(
         model, puzzle, on_step=lambda attempt, frame: frames.setdefault(attempt, []).append(frame), **options

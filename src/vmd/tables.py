@@ -269,15 +269,21 @@ def sudoku_table(results: dict) -> Table:
         if about["trained_on"] not in ("logic", "any"):
             continue
         found = [find(rows, system=name, data="logic", order=o, steps=s) for o, s in places]
-        counts = about["parameters"]
-        decoder = counts["backbone"] + counts["pathway"]
-        size = f"{decoder / 1e6:.1f} M" + (f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else "")
-        seen, minutes = f"{about['rows_seen'] / 1e6:.1f} M", f"{about['training_seconds'] / 60:.1f}"
-        lines.append([name, size, seen, minutes, *map(percent, found)])
+        lines.append([name, *sudoku_cost(about), *map(percent, found)])
         figures = ["" if r is None or r.get("paper") is None else f"{r['paper']:.1f}" for r in found]
         if any(figures):
             lines.append(["  as the paper prints it", "", "", "", *figures])
-    return ["system", "parameters", "puzzles seen", "minutes", *(f"{o}, NFE {s}" for o, s in places)], lines
+    return ["system", *SUDOKU_COST, *(f"{o}, NFE {s}" for o, s in places)], lines
+
+
+SUDOKU_COST = ("parameters", "puzzles seen", "minutes")
+
+
+def sudoku_cost(about: dict) -> list[str]:
+    counts = about["parameters"]
+    decoder = counts["backbone"] + counts["pathway"]
+    size = f"{decoder / 1e6:.1f} M" + (f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else "")
+    return [size, f"{about['rows_seen'] / 1e6:.1f} M", f"{about['training_seconds'] / 60:.1f}"]
 
 
 def sudoku_orders(results: dict) -> Table:
@@ -339,8 +345,8 @@ def sudoku_several(results: dict) -> Table:
                 + " %"
                 + ("" if kl is None or ideal is None else f" · {kl['value']:.3f} ({ideal['value']:.3f})")
             )
-        lines.append([name, "" if name.endswith("no z") else z, *cells])
-    return ["valid · KL to uniform (if drawn evenly)", "z", *(f"NFE {c}" for c in counts)], lines
+        lines.append([name, *sudoku_cost(results["systems"][name]), "" if name.endswith("no z") else z, *cells])
+    return ["valid · KL to uniform (if drawn evenly)", *SUDOKU_COST, "z", *(f"NFE {c}" for c in counts)], lines
 
 
 def sudoku_grids(results: dict) -> Table:
@@ -349,8 +355,8 @@ def sudoku_grids(results: dict) -> Table:
     lines = []
     for name, z in dict.fromkeys((r["system"], r["setting"]["z"]) for r in rows):
         cells = [percent(find(rows, system=name, z=z, steps=c, metric="valid")) for c in counts]
-        lines.append([name, "" if name.endswith("no z") else z, *cells])
-    return ["system", "z", *(f"NFE {c}" for c in counts)], lines
+        lines.append([name, *sudoku_cost(results["systems"][name]), "" if name.endswith("no z") else z, *cells])
+    return ["system", *SUDOKU_COST, "z", *(f"NFE {c}" for c in counts)], lines
 
 
 def text_tables(results: dict) -> list[tuple[str, Table]]:
