@@ -30,7 +30,9 @@ CODES = {
     "bilinear": codes(),
     "additive": codes(head="additive"),
     "low-rank": codes(head_dim=2),
+    "by place": codes(by_place=True),
     "bilinear-layer": codes(layers=1),
+    "by place-layer": codes(layers=1, by_place=True),
     "additive-layers": codes(head="additive", layers=2),
 }
 

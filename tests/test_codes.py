@@ -21,7 +21,7 @@ from helpers import (
     tiny_model,
 )
 from vmd import training
-from vmd.config import LatentConfig, ObjectiveConfig, RunConfig, TrainingConfig
+from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import deterministic
 from vmd.diagnostics import diagnose
 from vmd.ensemble import Ensemble
@@ -386,7 +386,9 @@ SUMMED = {
     "bilinear": codes(5),
     "additive": codes(5, head="additive"),
     "low rank": codes(5, head_dim=3),
+    "by place": codes(5, by_place=True),
     "chain": LatentConfig(kind="chain", codes=5),
+    "chain by place": LatentConfig(kind="chain", codes=5, by_place=True),
 }
 
 
@@ -500,3 +502,24 @@ def test_codes_that_are_all_alike_are_ranked_as_no_codes():
         )
         assert (a.tokens == b.tokens).all()
         assert all((x.revealed == y.revealed).all() for x, y in zip(a.trace, b.trace, strict=True))
+
+
+def test_codes_by_place_may_each_be_a_word():
+    """Tokens that no context tells apart: a code for each word, which says another token at each place."""
+    words = torch.tensor([[0, 1, 2], [2, 1, 0], [1, 1, 3], [3, 0, 2]])
+    model = VMD(tiny_config(3, 3, z=codes(4, by_place=True)))
+    pathway = model.decoder.pathway
+    with torch.no_grad():
+        for p in (*pathway.parameters(), *model.decoder.head.parameters()):
+            p.zero_()
+        pathway.out.weight[:, :5] = 50 * torch.eye(5)
+        pathway.code_shift.weight.unflatten(-1, (3, 16))[:, :, :5] = torch.nn.functional.one_hot(words, 5).float()
+    torch.testing.assert_close(nll_bound(model, words, 1).float(), torch.full((4,), math.log(4)))
+    drawn = model.sample(64, steps=1, generator=torch.Generator().manual_seed(0)).tokens
+    assert {tuple(row) for row in drawn.tolist()} == {tuple(row) for row in words.tolist()}
+
+
+def test_codes_by_place_are_for_short_blocks():
+    with pytest.raises(InvalidInput, match="by_place=true with blocks of 256: expected at most 128 tokens"):
+        ModelConfig(length=256, latent=codes(4, by_place=True))
+    ModelConfig(length=256, latent=LatentConfig(kind="none", by_place=True))

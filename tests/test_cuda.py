@@ -110,6 +110,8 @@ def text_like(*settings: str) -> RunConfig:
         ["model.latent.kind=none", "model.draft=32"],
         ["model.latent.kind=none", "model.draft=32", "objective.together=0.5"],
         ["model.latent.kind=categorical", "model.latent.codes=8", "objective.together=0.9"],
+        ["model.latent.kind=categorical", "model.latent.by_place=true", "model.latent.codes=8", "objective.together=0.9"],
+        ["model.latent.kind=chain", "model.latent.by_place=true", "model.latent.codes=8"],
         ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.code_chunk=3", "objective.together=0.9"],
     ],
     ids=lambda settings: " ".join(s.rpartition(".")[2] for s in settings),
@@ -129,7 +131,7 @@ def losses(run: RunConfig) -> list[float]:
 def test_the_compiled_path_trains_as_the_plain_one(attention):
     """Compiling takes most of a minute: codes, which use the most."""
     base = ["model.latent.kind=categorical", "model.latent.codes=8", "training.optimizer=muon", "training.ema=0.9"]
-    base.append("objective.together=0.9")
+    base += ["objective.together=0.9", "model.latent.by_place=true"]
     fast = ["training.compile=true", "training.capture=true", "training.precision=tf32", f"training.attention={attention}"]
     plain, compiled = (losses(text_like(*base, *way)) for way in (["training.attention=dense"], fast))
     assert plain == pytest.approx(compiled, rel=3e-3)
@@ -264,6 +266,7 @@ def test_tiles_and_their_gradients_are_the_dense_mask_s(length, r, own_clean_blo
         ["model.latent.kind=gaussian"],
         ["model.latent.kind=gaussian", "model.latent.prior=learned"],
         ["model.latent.kind=categorical", "model.latent.codes=8"],
+        ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.by_place=true"],
         ["model.latent.kind=categorical", "model.latent.codes=8", "model.latent.code_layers=1"],
         ["model.latent.kind=chain", "model.latent.codes=8"],
     ],

@@ -52,6 +52,8 @@ class LatentConfig:
     codes: int = 64
     head: Literal["bilinear", "additive"] = "bilinear"  # how the code enters the output layer; additive is worse
     head_dim: int = 0  # rank of the bilinear head; 0: the width
+    # For short blocks: a code scales and shifts every place of a block in its own way, and its prior has weights for each.
+    by_place: bool = False
     code_layers: int = 0  # the code also modulates the last layers, this many: better, at their cost for every code
     code_chunk: int = 0  # codes scored at a time, to bound memory; 0: as many as fit a fixed budget
     span: int = 1  # of a chain: so many neighbours share a code; half the block size: two codes for a block
@@ -95,6 +97,7 @@ class LatentConfig:
         return self.kind in ("categorical", "chain")
 
 
+MOST_PLACES = 128  # whose features a prior of codes reads by themselves
 DRAFT_REACH, DRAFT_EMBEDDING = (8, 16), 64  # a token written in turn sees so many before it, each as so many numbers
 
 
@@ -140,6 +143,11 @@ class ModelConfig:
             not self.latent.coded or self.latent.code_layers < self.layers,
             f"model.latent.code_layers={self.latent.code_layers}: expected fewer than model.layers = {self.layers}: "
             "the prior of the code comes from the layers before",
+        )
+        tokens = self.block_size or self.length
+        require(
+            not (self.latent.coded and self.latent.by_place) or tokens <= MOST_PLACES,
+            f"model.latent.by_place=true with blocks of {tokens}: expected at most {MOST_PLACES} tokens in a block",
         )
         require(
             not self.shifted or (self.latent.kind == "none" and self.block_size in (0, self.length)),

@@ -47,7 +47,7 @@ def forward_flops(config: ModelConfig, *, together: bool = False) -> float:
     if z.coded:
         chain = z.kind == "chain"
         codes = length // z.span if chain else blocks
-        total += codes * 2 * d * z.codes  # the prior
+        total += (length if z.by_place else codes) * 2 * d * z.codes  # the prior
         total += (codes - blocks) * 4 * z.codes**2  # of a chain, from a code to the next one
         times = z.codes if z.code_layers else 1
         if z.code_layers:  # the noisy stream runs through the last layers for every code, not once
@@ -88,7 +88,8 @@ def sampling_flops(config: ModelConfig, steps: int) -> float:
         if z.prior == "learned":
             total += network(z.prior_layers, 1) + blocks * 2 * d * 2 * z.dim
     if z.coded:
-        total += (config.length // z.span if z.kind == "chain" else blocks) * 2 * d * z.codes
+        codes = config.length // z.span if z.kind == "chain" else blocks
+        total += (config.length if z.by_place else codes) * 2 * d * z.codes
         total += blocks * 2 * 6 * d * d * (min(1, z.code_layers) if z.shared_modulation else z.code_layers)
         if z.head == "bilinear":
             total += steps * 2 * config.length * (z.head_dim or d) * (d + c.vocab_size)

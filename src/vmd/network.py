@@ -234,19 +234,22 @@ class CodePathway(nn.Module):
     additive: logits_k = head(h) + table_{k, place in the block}, whose normaliser for all codes is one product
         exp(head(h)) . exp(table)^T. A code then means the same in every context; only its prior heeds the context.
     Of a chain, each token's code enters its own logits, and the prior has a table of which code follows which.
+    With `by_place`, scale_k and shift_k are others at every place of a block, and the prior has weights for each.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         c, codes, width = config, config.latent.codes, config.width
+        self.places = c.block_size if c.latent.by_place else 1
+        share_a_code = c.latent.span if c.latent.kind == "chain" else c.block_size
         self.prior_norm = nn.LayerNorm(width)
-        self.prior = nn.Linear(width, codes)
+        self.prior = nn.Linear(width * (share_a_code if c.latent.by_place else 1), codes)
         if c.latent.head == "bilinear":
             rank = c.latent.head_dim or width
             self.project = nn.Linear(width, rank, bias=False)
             self.out = nn.Linear(rank, c.vocab_size, bias=False)
-            self.code_scale = nn.Embedding(codes, rank)
-            self.code_shift = nn.Embedding(codes, rank)
+            self.code_scale = nn.Embedding(codes, self.places * rank)
+            self.code_shift = nn.Embedding(codes, self.places * rank)
         else:
             self.code_table = nn.Embedding(codes, c.block_size * c.vocab_size)
             self.shape = (c.block_size, c.vocab_size)
@@ -255,6 +258,11 @@ class CodePathway(nn.Module):
         if c.latent.code_layers:
             self.code = nn.Embedding(codes, width)
             self.scale = nn.Parameter(torch.ones(1))
+
+    def scale_and_shift(self, code: Tensor) -> tuple[Tensor, Tensor]:
+        """(...,) codes -> (..., r or 1, R) each: of every place of the block, or of all."""
+        scale, shift = (table(code).unflatten(-1, (self.places, -1)) for table in (self.code_scale, self.code_shift))
+        return scale, shift
 
     def tables(self, code: Tensor) -> Tensor:
         """(...,) codes -> (..., r, V), softly limited so that no normaliser underflows."""
@@ -441,10 +449,16 @@ class Decoder(nn.Module):
         """pi(k^b | revealed tokens of the block, earlier blocks); of a chain, from each code's own tokens."""
         pathway, blocks = self.code_pathway, h.shape[1] // self.config.block_size
         if self.config.latent.kind == "chain":
-            bias = pathway.prior(self.pool(pathway.prior_norm(h), h.shape[1] // self.config.latent.span)).float()
+            bias = self._read_prior(h, h.shape[1] // self.config.latent.span)
             return CodeChain(bias.unflatten(1, (blocks, -1)), limited(pathway.code_next.weight.float(), NEXT_LIMIT))
-        pooled = self.pool(pathway.prior_norm(h), blocks)
-        return Categorical(pathway.prior(pooled).float().log_softmax(-1))
+        return Categorical(self._read_prior(h, blocks).log_softmax(-1))
+
+    def _read_prior(self, h: Tensor, codes: int) -> Tensor:
+        """(B, L, D) -> (B, codes, K), each from the mean over its tokens; by place, each of these has weights of its own."""
+        pathway, h = self.code_pathway, self.code_pathway.prior_norm(h)
+        if not self.config.latent.by_place:
+            return pathway.prior(self.pool(h, codes)).float()
+        return pathway.prior(h.unflatten(1, (codes, -1)).flatten(2) * (codes / h.shape[1])).float()
 
     def code_weights(self, prior: Categorical | CodeChain) -> Tensor:
         """log pi of the code of each token, (B, L, K), whatever the others' are."""
@@ -476,14 +490,16 @@ class Decoder(nn.Module):
             if self.config.latent.head == "additive":
                 own = pathway.tables(code).diagonal(dim1=2, dim2=3)  # (B, C, V, r): of each place, its own code's
                 return self.head(h) + own.transpose(2, 3).flatten(1, 2)
-            code = code.flatten(1)
-            return self.head(h) + pathway.out(pathway.project(h) * pathway.code_scale(code) + pathway.code_shift(code))
+            here = torch.arange(code.shape[2], device=code.device)
+            scale, shift = (x[:, :, here, here % pathway.places] for x in pathway.scale_and_shift(code))
+            return self.head(h) + pathway.out(pathway.project(h) * scale.flatten(1, 2) + shift.flatten(1, 2))
         code = code.squeeze(-1)
         h = self.last_layers(features, code)  # (B, L, D)
         if self.config.latent.head == "additive":
             return self.head(h) + pathway.tables(code).flatten(1, 2)  # (B, L, V)
-        shift, scale = pathway.code_shift(code), pathway.code_scale(code) - 1  # (B, C, R)
-        return self.head(h) + pathway.out(modulate(pathway.project(h), shift, scale))
+        scale, shift = pathway.scale_and_shift(code)  # (B, C, r or 1, R)
+        moved = pathway.project(h).unflatten(1, (code.shape[1], -1)) * scale + shift
+        return self.head(h) + pathway.out(moved.flatten(1, 2))
 
     def code_scores(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes | ChainCodes:
         """log pi_k and the sum over each block's target tokens of log p(x0_i | k), for every code: (B, C, K) each.
@@ -550,12 +566,16 @@ class Decoder(nn.Module):
         logits = self.head(h)  # (B, L, n or 1, V)
         if c.latent.head == "additive":
             return logits + pathway.tables(some).transpose(0, 1).repeat(h.shape[1] // c.block_size, 1, 1)
-        shift, scale = pathway.code_shift(some), pathway.code_scale(some)  # (n, R)
-        projected = pathway.project(h)  # (B, L, n or 1, R)
+        scale, shift = (x.transpose(0, 1) for x in pathway.scale_and_shift(some))  # (r or 1, n, R)
+        projected = pathway.project(h).unflatten(1, (-1, pathway.places))  # (B, L/r, r, n or 1, R), or (B, L, 1, ...)
         if c.latent.code_layers:
-            return logits + pathway.out(projected * scale + shift)
-        rows = (scale.unsqueeze(1) * pathway.out.weight).flatten(0, 1)  # (n V, R)
-        return logits + F.linear(projected.squeeze(2), rows, pathway.out(shift).flatten()).unflatten(-1, (n, -1))
+            return logits + pathway.out(projected * scale + shift).flatten(1, 2)
+        rows, bias = (scale.unsqueeze(2) * pathway.out.weight).flatten(1, 2), pathway.out(shift).flatten(1)  # (r or 1, n V)
+        if pathway.places == 1:
+            return logits + F.linear(projected.flatten(2), rows[0], bias[0]).unflatten(-1, (n, -1))
+        by_place = projected.squeeze(3).permute(2, 0, 1, 3).flatten(1, 2)  # (r, B L/r, R)
+        moved = torch.baddbmm(bias.unsqueeze(1), by_place, rows.transpose(1, 2)).unflatten(1, (len(h), -1))
+        return logits + moved.permute(1, 2, 0, 3).flatten(1, 2).unflatten(-1, (n, -1))
 
     def code_marginals(self, features: CodeFeatures) -> Tensor:
         """log p(x_i) of every token, summed over codes, (B, L, V); of codes that enter through the output layer alone."""

@@ -112,7 +112,7 @@ def text(kind: str = "categorical") -> RunConfig:
             layers=8,
             width=256,
             heads=8,
-            latent=LatentConfig(dim=128, encoder_layers=4, codes=512),
+            latent=LatentConfig(dim=128, encoder_layers=4, codes=512, by_place=kind == "categorical"),
         ),
         training=TrainingConfig(
             steps=10_000,
