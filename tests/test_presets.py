@@ -49,8 +49,8 @@ def test_a_baseline_is_its_model_without_the_latent(name):
     whole, plain = preset(name.replace("-mdm", "")), preset(name)
     assert whole.model.has_latent
     latent, objective = (
-        dataclasses.replace(whole.model.latent, kind="none"),
-        dataclasses.replace(whole.objective, together=0.0),  # which is of codes
+        dataclasses.replace(whole.model.latent, kind="none", by_place=False),
+        dataclasses.replace(whole.objective, together=0.0),  # by place, together: of codes
     )
     assert plain == dataclasses.replace(whole, model=dataclasses.replace(whole.model, latent=latent), objective=objective)
 

@@ -841,6 +841,7 @@ def scans(source):
 CHANGES = {
     "additive head": {"model.latent.head": "additive"},
     "head of rank 16": {"model.latent.head_dim": 16},
+    "head of rank 512": {"model.latent.head_dim": 512},
     "places alike": {"model.latent.by_place": False},
     "last layer too": {"model.latent.code_layers": 1},
     "head of 1024": {"model.draft": 1024},

@@ -123,6 +123,7 @@ SCAN = (
     # Where they enter.
     variant(CODES_64, "additive head", "model.latent.head=additive"),
     variant(CODES_64, "head of rank 16", "model.latent.head_dim=16"),
+    variant(CODES_64, "head of rank 512", "model.latent.head_dim=512", slow=True),
     variant(CODES_64, "places alike", "model.latent.by_place=false"),
     variant(coded(16, 4), "last layer too", "model.latent.code_layers=1", slow=True),
     # What is trained. Codes and draft heads: masked tokens scored twice, as their presets have it (0.9 and 0.5 of the weight
