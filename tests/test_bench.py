@@ -100,6 +100,13 @@ def test_counted_work_of_sampling_is_most_of_what_torch_counts(z, r, steps):
         assert useful == pytest.approx(made, rel=0.01)
 
 
+def test_a_prior_by_place_reads_every_token():
+    alike, placed = (ModelConfig(11, 32, 4, width=32, latent=codes(64, by_place=by_place)) for by_place in (False, True))
+    more = (32 - 8) * 2 * 32 * 64  # 8 blocks
+    assert forward_flops(placed) - forward_flops(alike) == more
+    assert sampling_flops(placed, 2) - sampling_flops(alike, 2) == more
+
+
 def test_useful_work_is_less_than_what_a_dense_mask_makes():
     config = ModelConfig(vocab_size=11, length=64, block_size=4, layers=4, width=16, heads=2, latent=NO_LATENT)
     assert 0.5 * counted(config) < forward_flops(config) < counted(config)

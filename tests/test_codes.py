@@ -523,3 +523,58 @@ def test_codes_by_place_are_for_short_blocks():
     with pytest.raises(InvalidInput, match="by_place=true with blocks of 256: expected at most 128 tokens"):
         ModelConfig(length=256, latent=codes(4, by_place=True))
     ModelConfig(length=256, latent=LatentConfig(kind="none", by_place=True))
+    ModelConfig(length=128, latent=codes(4, by_place=True))
+    with pytest.raises(InvalidInput, match="blocks of 129"):
+        ModelConfig(length=129, latent=codes(4, by_place=True))
+
+
+BY_PLACE = {
+    "one": codes(5, by_place=True),
+    "low rank": codes(5, by_place=True, head_dim=3),
+    "chain": LatentConfig(kind="chain", codes=5, by_place=True),
+    "chain of two": LatentConfig(kind="chain", codes=5, by_place=True, span=2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("z_config", BY_PLACE.values(), ids=BY_PLACE)
+def test_by_place_against_a_loop(z_config):
+    """Priors and logits, one place of one block at a time."""
+    r, blocks, width = 4, 2, 16
+    model = tiny_model(r * blocks, r, z=z_config)
+    generator = torch.Generator().manual_seed(0)
+    spread(model, generator)
+    decoder, pathway = model.decoder, model.decoder.pathway
+    x0 = torch.randint(0, 5, (1, r * blocks), generator=generator)
+    features = decoder.code_features(apply_mask(x0, torch.ones_like(x0).bool(), model.mask_id), x0)
+    shared = z_config.span if z_config.kind == "chain" else r  # tokens that have a code together
+    read, weights = pathway.prior_norm(features.h)[0], pathway.prior.weight.unflatten(1, (shared, width))
+    bias = torch.stack(
+        [
+            pathway.prior.bias + sum(weights[:, j] @ read[first + j] for j in range(shared)) / shared
+            for first in range(0, r * blocks, shared)
+        ]
+    )
+    if z_config.kind == "chain":
+        torch.testing.assert_close(features.prior.bias[0].flatten(0, 1), bias)
+    else:
+        torch.testing.assert_close(features.prior.log_probs[0], bias.log_softmax(-1))
+    code = torch.randint(0, 5, (1, blocks, r // shared), generator=generator)
+    scale, shift = (table.weight.unflatten(1, (r, -1)) for table in (pathway.code_scale, pathway.code_shift))
+    for at, found in enumerate(decoder.code_logits(features, code)[0]):
+        (block, place), h = divmod(at, r), decoder.trunk.norm(features.h)[0, at]
+        k = code[0, block, place // shared]
+        moved = pathway.project(h) * scale[k, place] + shift[k, place]
+        torch.testing.assert_close(found, decoder.head(h) + pathway.out(moved))
+
+
+def test_codes_fit_the_budget_whatever_the_vocabulary(monkeypatch):
+    """The output layers of all places are made for some codes at a time, like logits."""
+    monkeypatch.setattr("vmd.network.largest_tensor", lambda device: 8 * 2 * 5 * 4 * 16)
+    model, made = tiny_model(4, 4, z=codes(7, by_place=True)), []
+    logits = model.decoder._logits_of_codes
+    monkeypatch.setattr(model.decoder, "_logits_of_codes", lambda h, some: made.append(len(some)) or logits(h, some))
+    with torch.no_grad():
+        x0 = torch.zeros(1, 4, dtype=torch.long)
+        model.decoder.code_marginals(model.decoder.code_features(x0, x0))
+    assert made == [2, 2, 2, 1]

@@ -351,3 +351,16 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, where):
 def test_systems_of_a_table_are_trained_from_the_start(tmp_path, table, setting):
     told = refused("reproduce", table, "--quick", "--out", tmp_path / "out", "--set", setting, folder=tmp_path)
     assert f"--set {setting}: expected with `vmd train`" in told
+
+
+@pytest.mark.parametrize("z", [codes(by_place=True), codes(head="additive")], ids=["by place", "additive"])
+def test_codes_that_know_their_places_are_new_in_other_blocks(tmp_path, z):
+    """What is as large as a block cannot be taken over; the network can."""
+    other = VMD(tiny_config(8, 2, z=z), seed=1)
+    other.save_pretrained(tmp_path / "a")
+    model = VMD(tiny_config(8, 4, z=z), seed=2)
+    told = start_from(model, str(tmp_path / "a"))
+    assert told.endswith("; new: decoder.pathway; left out: decoder.pathway; blocks of 4 in the place of 2")
+    for name, p in model.state_dict().items():
+        assert not of_backbone(name) or torch.equal(p, other.state_dict()[name])
+    assert "decoder.pathway" not in start_from(VMD(tiny_config(8, 2, z=z)), str(tmp_path / "a"))

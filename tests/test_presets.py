@@ -47,6 +47,7 @@ def test_a_name_says_data_and_block_size(name):
 @pytest.mark.parametrize("name", [name for name in PRESETS if "-mdm" in name])
 def test_a_baseline_is_its_model_without_the_latent(name):
     whole, plain = preset(name.replace("-mdm", "")), preset(name)
+    assert whole.model.latent.by_place == (name == "text-mdm")  # of short blocks, whose places are not alike
     assert whole.model.has_latent
     latent, objective = (
         dataclasses.replace(whole.model.latent, kind="none", by_place=False),

@@ -147,7 +147,8 @@ class ModelConfig:
         tokens = self.block_size or self.length
         require(
             not (self.latent.coded and self.latent.by_place) or tokens <= MOST_PLACES,
-            f"model.latent.by_place=true with blocks of {tokens}: expected at most {MOST_PLACES} tokens in a block",
+            f"model.latent.by_place=true with blocks of {tokens}: expected at most {MOST_PLACES} tokens in a block "
+            "(--set model.latent.by_place=false)",
         )
         require(
             not self.shifted or (self.latent.kind == "none" and self.block_size in (0, self.length)),

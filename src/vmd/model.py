@@ -462,8 +462,9 @@ def start_from(model: VMD, source: str) -> str:
         require(ours == wanted, f"model.{field}={ours}: expected {wanted} to start from {source}, which has that")
     alike = not mine.symbols or not theirs.symbols or mine.symbols == theirs.symbols
     require(alike, f"{source}: a model of other symbols: expected those of the data, or data in its tokens")
-    same_z = (mine.latent, mine.draft) == (theirs.latent, theirs.draft)
     own, there = model.state_dict(), other.state_dict()
+    parts_fit = all(own[name].shape == there[name].shape for name in own.keys() & there.keys() if not of_backbone(name))
+    same_z = (mine.latent, mine.draft) == (theirs.latent, theirs.draft) and parts_fit  # some are as large as a block
     taken = {name: tensor for name, tensor in there.items() if name in own and (same_z or of_backbone(name))}
     for name, tensor in taken.items():
         shape, want = tuple(tensor.shape), tuple(own[name].shape)

@@ -525,7 +525,7 @@ class Decoder(nn.Module):
         """`_score_some` of all codes, in as many parts as memory asks for."""
         c = self.config
         codes = torch.arange(c.latent.codes, device=x0.device)
-        per_code = x0.numel() * max(c.vocab_size, 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
+        per_code = max(self._per_code(x0.numel()), x0.numel() * 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
         chunk = c.latent.code_chunk or max(1, min(len(codes), largest_tensor(x0.device) // per_code))
         parts = []
         for some in codes.split(chunk):
@@ -560,6 +560,12 @@ class Decoder(nn.Module):
         index = x0.view(batch, length, 1, 1).expand(-1, -1, n, -1)
         return log_p.gather(-1, index).squeeze(-1)
 
+    def _per_code(self, tokens: int) -> int:
+        """Elements that one code adds to the largest tensor: logits of tokens, or the output layer of each place."""
+        return self.config.vocab_size * max(
+            tokens, self.code_pathway.places * (self.config.latent.head_dim or self.config.width)
+        )
+
     def _logits_of_codes(self, h: Tensor, some: Tensor) -> Tensor:
         """Normalised h (B, L, n or 1, D) of n codes -> (B, L, n, V)."""
         c, pathway, n = self.config, self.code_pathway, len(some)
@@ -584,7 +590,7 @@ class Decoder(nn.Module):
         h = self.trunk.norm(features.h).unsqueeze(2)
         codes = torch.arange(c.latent.codes, device=h.device)
         parts = []
-        for some in codes.split(max(1, largest_tensor(h.device) // (8 * h.shape[0] * h.shape[1] * c.vocab_size))):
+        for some in codes.split(max(1, largest_tensor(h.device) // (8 * self._per_code(h.shape[0] * h.shape[1])))):
             log_p = self._logits_of_codes(h, some).float().log_softmax(-1)
             parts.append((log_p + weights[..., some].unsqueeze(-1)).logsumexp(2))
         return torch.stack(parts).logsumexp(0)
