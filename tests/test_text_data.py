@@ -161,6 +161,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     refuses("'a' is 2 times", CharTokenizer, "aba")
     refuses("half a surrogate", CharTokenizer, "a\ud800")
     refuses("65537 different characters: expected at most 65536", CharTokenizer, "".join(map(chr, range(0x10000, 0x20001))))
+    assert CharTokenizer("".join(map(chr, range(0x10000, 0x20000)))).vocab_size == 65_536
     for values in (
         {},
         None,
@@ -181,6 +182,8 @@ def test_what_a_tokenizer_cannot_take_is_refused():
     for ids, says in (([0, 2], "id 2: expected 0 to 1"), ([-1], "id -1"), ([[0]], "one row"), ([0.5], "float64")):
         refuses(says, CharTokenizer("ab").decode, ids)
     refuses("id 256", ByteTokenizer().decode, [256])
+    assert CharTokenizer("ab").decode([0, 1]) == "ab"  # the ids next to those
+    assert ByteTokenizer().decode([127]) == "\x7f"
 
 
 # Tokenizers from JSON
@@ -241,6 +244,8 @@ def test_json_that_is_no_small_tokenizer_is_refused(tmp_path):
     refuses(r"bad\.json: expected the JSON of a tokenizer", load_tokenizer, saved(tmp_path / "bad.json", '{"a":\n 3}'))
     large = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(65_537)}, unk_token="w0"))
     refuses("65537 tokens: expected at most 65536", JsonTokenizer, large.to_str())
+    less = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(65_536)}, unk_token="w0"))
+    assert JsonTokenizer(less.to_str()).vocab_size == 65_536
     empty = tokenizers.Tokenizer(tokenizers.models.BPE())
     refuses("an empty vocabulary", JsonTokenizer, empty.to_str())
 
@@ -248,6 +253,7 @@ def test_json_that_is_no_small_tokenizer_is_refused(tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refuses(r"mine\.json: .*pip install tokenizers", load_tokenizer, saved(tmp_path / "mine.json", "{}"))
+    assert load_tokenizer("byte").decode([97]) == "a"  # which does without
 
 
 # Preparing
@@ -459,11 +465,14 @@ def test_folders_of_other_things_are_left_alone(tmp_path, name):
 
 def test_the_output_lies_outside_the_source(tmp_path):
     source = saved(tmp_path / "texts" / "a.txt", mixed(500))
+    file = saved(tmp_path / "file", "")
+    before = contents(tmp_path)
     refuses("inside the source", prepare_text, tmp_path / "texts", "byte", tmp_path / "texts" / "out")
     refuses("inside the source", prepare_text, tmp_path / "texts", "byte", tmp_path / "texts")
     refuses("or around it", prepare_text, source, "byte", tmp_path / "texts")
-    refuses("not a folder", prepare_text, source, "byte", saved(tmp_path / "file", ""))
-    refuses("cannot create", prepare_text, source, "byte", tmp_path / "file" / "out")
+    refuses("not a folder", prepare_text, source, "byte", file)
+    refuses("cannot create", prepare_text, source, "byte", file / "out")
+    assert contents(tmp_path) == before
 
 
 def test_a_link_to_a_folder_is_written_through(tmp_path):
@@ -551,6 +560,7 @@ def test_a_character_outside_the_alphabet_is_found_in_its_file(tmp_path, monkeyp
     saved(tmp_path / "texts" / "2.txt", "ababab\nab")
     where = r"2\.txt: character '\\n' \(U\+000A\) at position 6"
     refuses(where, prepare_text, tmp_path / "texts", CharTokenizer("ab"), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["texts"]
 
 
 def test_blank_lines_between_documents_need_no_place_in_the_alphabet(tmp_path):

@@ -975,3 +975,11 @@ def test_the_committed_scan_is_of_the_systems_as_they_are_now():
                 run = replace(run, training=replace(run.training, freeze=True))
             assert is_of(done[system.name]["configuration"], run), system.name
     assert len(done) >= 30
+
+
+def test_a_variant_is_drawn_without_what_it_is_a_variant_of():
+    """As a row of its own; systems that differ in codes alone are in the other panel."""
+    names = ["no latent, r = 4", "16 codes, r = 4", "64 codes, r = 4, places alike", "draft, r = 4"]
+    assert scan_groups({"systems": dict.fromkeys(names)}) == names[2:]
+    names.insert(2, "64 codes, r = 4")
+    assert scan_groups({"systems": dict.fromkeys(names)}) == names[2:]

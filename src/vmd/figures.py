@@ -303,14 +303,19 @@ def draw_text(results: dict, path: Path) -> Path:
                     look = look_of_system(results["configurations"][name])
                     axis.plot(x, y, label=name, alpha=0.4 if name.endswith("second seed") else 1.0, **look)
             if metric in results["test_text"]:
-                axis.axhline(results["test_text"][metric], color=INK, linestyle="--", linewidth=1)
+                axis.axhline(results["test_text"][metric], color=INK, linestyle="--", linewidth=1, label="the test text")
             axis.set_xscale("log", base=10 if by_speed else 2)
+            axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+            axis.xaxis.set_minor_formatter(lambda x, _: f"{x:,.0f}" if f"{x:.0e}"[0] in "235" else "")
             axis.set_xlabel(across[by_speed])
             axis.set_ylabel(label)
             axis.grid(color=GRID)
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, ncols=4, loc="outside upper center", fontsize=9)
+    drawn = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(drawn.values(), drawn.keys(), frameon=False, ncols=4, loc="outside upper center", fontsize=9)
     return save(figure, path)
+
+
+ONLY_CODES_DIFFER = r"(no latent|\d+ codes), r = \d+"
 
 
 def scan_curves(results: dict) -> dict[tuple[int, int], list[tuple[int, float]]]:
@@ -318,7 +323,7 @@ def scan_curves(results: dict) -> dict[tuple[int, int], list[tuple[int, float]]]
     bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
     curves: dict[tuple[int, int], list[tuple[int, float]]] = {}
     for name, run in results["configurations"].items():
-        if re.fullmatch(r"(no latent|\d+ codes), r = \d+", name):
+        if re.fullmatch(ONLY_CODES_DIFFER, name):
             r, latent = run["model"]["block_size"], run["model"]["latent"]
             for steps in {1, 2, r}:
                 if (name, steps) in bits:
@@ -335,7 +340,7 @@ def scan_groups(results: dict) -> list[str]:
     listed = [
         name
         for name in plain
-        if name in {base[other] for other in names if other != name} or not re.match(r"no latent|\d+ codes, ", name)
+        if name in {base[other] for other in names if other != name} or not re.fullmatch(ONLY_CODES_DIFFER, name)
     ]
     return [name for head in listed for name in names if base[name] == head]
 
