@@ -278,12 +278,21 @@ def look_of_system(run: dict) -> dict:
 
 
 def draw_text(results: dict, path: Path) -> Path:
-    """Certified bits, real words and a judge's bits against evaluations, and against speed; one line for each system."""
+    """Certified bits, real words and a judge's bits against evaluations, and against speed; one line for each system.
+
+    A system that was trained for one number of steps is shown at that number alone: the table has the others.
+    """
     plt = pyplot()
     panels = [("bits", "certified bits per character"), ("real_words", "real words, %"), ("judged_bits", "judge's bits")]
     present = {row["metric"] for row in results["rows"]}
     panels = [panel for panel in panels if panel[0] in present]
-    rows = [row for row in results["rows"] if row["setting"].get("rule") == "sample"]
+    aims = {name: run["objective"] for name, run in results["configurations"].items()}
+    rows = [
+        row
+        for row in results["rows"]
+        if row["setting"].get("rule") == "sample"
+        and (aims[row["system"]]["masking"] != "steps" or row["setting"]["steps"] in aims[row["system"]]["steps"])
+    ]
     names = [name for name, about in results["systems"].items() if not about["judge"]]
     values = {(row["system"], row["metric"], row["setting"]["nfe"]): row["value"] for row in rows}
     length = next(iter(results["configurations"].values()))["model"]["length"]
