@@ -15,6 +15,7 @@ _HOMES = {
     "InvalidInput": "vmd.config",
     "train": "vmd.training",
     "sample": "vmd.sampling",
+    "infill": "vmd.infilling",
     "draw_masks": "vmd.masking",
     "law": "vmd.data",
     "load_data": "vmd.data",
@@ -26,6 +27,7 @@ __all__ = ["__version__", *_HOMES]
 if TYPE_CHECKING:
     from vmd.config import DataConfig, InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
     from vmd.data import law, load_data
+    from vmd.infilling import infill
     from vmd.masking import draw_masks
     from vmd.model import VMD
     from vmd.presets import preset

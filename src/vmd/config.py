@@ -187,6 +187,12 @@ class ModelConfig:
         return min(self.length - 1, max(least, min(self.block_size - 1, most)))
 
     @property
+    def shortest(self) -> int:
+        """The least length, in whole blocks, at which a model has the same weights: a draft head sees back so far."""
+        least = self.draft_reach + 1 if self.draft else 1
+        return -(-least // self.block_size) * self.block_size
+
+    @property
     def has_latent(self) -> bool:
         return self.latent.kind != "none"
 

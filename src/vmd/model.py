@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -198,6 +199,19 @@ class VMD(nn.Module):
         finally:
             self.train(was_training)
         return Samples.concatenate(parts).first(wanted)
+
+    def shortened(self, length: int) -> "VMD":
+        """The same model for shorter sequences, with the same weights in memory: no block looks at a later one."""
+        c = self.config
+        if length == c.length:
+            return self
+        least, r = c.length if c.prompt else c.shortest, c.block_size
+        fits = least <= length <= c.length and length % r == 0
+        require(fits, f"length {length}: expected {least} to {c.length}, in whole blocks of {r}")
+        model = VMD(replace(c, length=length))
+        own = {name: w[:length] if name.endswith("position.weight") else w for name, w in self.state_dict().items()}
+        model.load_state_dict(own, assign=True)
+        return model.to(self.device).train(self.training)
 
     def parameter_counts(self) -> dict[str, int]:
         """Parameters of the decoder's backbone (equal with and without z), of the latent pathway or the draft head, of the

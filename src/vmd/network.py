@@ -278,7 +278,9 @@ def limited(x: Tensor, most: float) -> Tensor:
 
 def largest_tensor(device: torch.device) -> int:
     """Elements of the largest tensor that scoring codes or rows may make at a time."""
-    return 2**31 if device.type == "cuda" else 2**27
+    if device.type == "cuda":
+        return 2**31
+    return 2**27 if torch.is_grad_enabled() else 2**22  # small ones are faster, but with gradients parts are made twice
 
 
 class CodeFeatures(NamedTuple):
