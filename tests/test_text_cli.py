@@ -1,12 +1,14 @@
 """Text from a file to a model and back: train, sample with a beginning or gaps, evaluate."""
 
 import json
+import random
 
 import numpy as np
 import pytest
 
 from command import refused, settings, succeeds
 from vmd.cli import model_tokenizer
+from vmd.model import SHIPPED
 
 SMALL = settings(
     *("training.steps=4", "training.batch_size=8", "training.log_every=2", "model.length=16", "model.layers=1"),
@@ -50,6 +52,8 @@ def test_a_beginning_and_gaps_are_kept(source, tmp_path):
     )
     for line in succeeds("sample", out, "-n", 3, "--infill", "the ___ sat").out.splitlines():
         assert line[:4] + line[7:] == "the  sat"  # and nothing after it
+    assert "one of 5 candidates" in succeeds("sample", out, "-n", 1, "--infill", "the ___ sat", "--tries", 5).err
+    assert "candidates" not in succeeds("sample", out, "-n", 1, "--infill", "the ___ sat", "--tries", 1).err
     traced = succeeds("sample", out, "-n", 1, "--prompt", "the ", "--trace").err
     assert "block 1 step 0: the " in traced
     assert "____" in traced
@@ -138,6 +142,8 @@ def test_bad_text_is_one_line(words, named, source, tmp_path):
         (["sample", "RUN", "--infill", "_" * 17], "17 tokens"),
         (["sample", "RUN", "--infill", "no gap"], "--infill 'no gap': expected a _ for each gap"),
         (["sample", "RUN", "--infill", "a_", "--prompt", "a"], "one of the two"),
+        (["sample", "RUN", "--infill", "a_", "--tries", "0"], "--tries 0"),
+        (["sample", "RUN", "--prompt", "a", "--tries", "4"], "--tries 4: expected with --infill"),
         (["evaluate", "RUN", "--data", "SHORT"], "too short"),
         (["evaluate", "RUN", "--data", "SOURCE", "--split", "half"], "half"),
         (["evaluate", "RUN", "--data", "d1", "--split", "test"], "--split"),
@@ -149,3 +155,36 @@ def test_bad_requests_to_a_model_of_text_are_one_line(words, named, source, tmp_
     short.write_text("the cat")
     places = {"RUN": run, "SOURCE": source, "SHORT": short}
     assert named in refused(*(places.get(word, word) for word in words), folder=tmp_path)
+
+
+ENGLISH = (
+    "The old house stood at the end of a long road. Nobody had lived there since the war, and the garden was full of weeds. "
+)
+
+
+def test_the_model_of_text_that_comes_with_vmd(tmp_path):
+    """Small enough, knows English from a mess of its letters, in one step as well as in four, and takes what people type."""
+    assert (SHIPPED / "text" / "model.safetensors").stat().st_size <= 16e6
+    assert len(succeeds("sample", "text", "--n", 2, "--steps", 1, "--prompt", "The History of").out.splitlines()) == 2
+    bits = {}
+    for name, text in {
+        "english": ENGLISH * 5,
+        "mess": "".join(random.Random(0).sample(ENGLISH * 5, 5 * len(ENGLISH))),
+    }.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+        done = succeeds(
+            *("evaluate", "text", "--data", tmp_path / f"{name}.txt", "--steps", "1,4", "--json", tmp_path / "e.json")
+        )
+        assert "as text8 has it" in done.err
+        rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+        bits[name] = [row["value"] for row in rows if row["metric"] == "certified bits per token"]
+    assert all(len(found) == 2 for found in bits.values())
+    assert max(bits["english"]) < 2.3
+    assert min(bits["mess"]) > 4
+
+
+def test_the_model_that_comes_with_vmd_fills_gaps_with_what_fits():
+    filled = succeeds("sample", "text", "-n", 4, "--infill", "the ____ of the united states", "--seed", 1).out.splitlines()
+    assert all(line.startswith("the ") and line.endswith(" of the united states") for line in filled)
+    blind = succeeds("sample", "text", "-n", 4, "--infill", "the ____ of the united states", "--tries", 1).out.splitlines()
+    assert filled != blind

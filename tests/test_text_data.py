@@ -32,10 +32,13 @@ from vmd.data.text import (
     ByteTokenizer,
     CharTokenizer,
     JsonTokenizer,
+    Text8Tokenizer,
     TextData,
+    as_text8,
     load_tokenizer,
     prepare_text,
     text8,
+    text_rows,
     tokenizer_from_dict,
 )
 from vmd.files import claimed
@@ -142,6 +145,35 @@ def test_the_alphabet_of_text8_starts_with_the_space():
     assert list(TEXT8_ALPHABET) == sorted(TEXT8_ALPHABET)
 
 
+@given(st.text(max_size=60))
+def test_any_text_is_read_as_text8_has_it(text):
+    folded = as_text8(text)
+    assert set(folded) <= set(TEXT8_ALPHABET)
+    assert "  " not in folded
+    assert as_text8(folded) == folded
+    assert Text8Tokenizer().decode(Text8Tokenizer().encode(text)) == folded
+    letters = [c.lower() for c in text if c.isascii() and c.isalpha()]
+    assert [c for c in folded if c != " "] == letters or any(c in "0123456789" for c in text)
+
+
+def test_text8_spells_digits_and_has_one_space_for_all_else():
+    assert as_text8("In 1969, Neil's\n\n-- moon!") == "in one nine six nine neil s moon "
+    assert as_text8("Café K\u212a") == "caf k "  # neither an accent nor the sign for Kelvin is a letter of text8
+    assert tokenizer_from_dict(Text8Tokenizer().to_dict()).to_dict() == {"kind": "text8"}
+    assert load_tokenizer("text8").symbols == CharTokenizer(TEXT8_ALPHABET).symbols
+
+
+@given(st.text(alphabet="aB .,1\n", min_size=1, max_size=120), st.integers(1, 9))
+@settings(deadline=None)
+def test_where_a_text_is_cut_leaves_no_trace_in_text8(text, piece):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", piece)
+        path = Path(folder) / "some.txt"
+        path.write_text(text, newline="")
+        rows = text_rows(str(path), Text8Tokenizer(), 1)
+        assert Text8Tokenizer().decode(rows[:, 0]) == as_text8(text)
+
+
 def test_tokens_of_a_tensor_are_decoded():
     assert CharTokenizer("abc").decode(torch.tensor([2, 0, 1])) == "cab"
     assert CharTokenizer("abc").decode([]) == ""
@@ -153,7 +185,7 @@ def test_tokenizers_are_loaded_by_name():
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):
-    refuses("'bpe': expected char, byte or", load_tokenizer, "bpe")
+    refuses("'bpe': expected char, text8, byte or", load_tokenizer, "bpe")
     refuses("'char': expected an alphabet", load_tokenizer, "char")
     refuses(r"none\.json: cannot read", load_tokenizer, tmp_path / "none.json")
     refuses(r"bad\.json: expected the JSON of a tokenizer, in UTF-8", load_tokenizer, saved(tmp_path / "bad.json", b"\xff"))
@@ -546,7 +578,7 @@ def test_preparations_that_make_no_sense_are_refused(tmp_path):
         "8 characters: too short: expected some for test, a share of 0.05", prepare_text, source, "byte", tmp_path / "out"
     )
     refuses("1 documents: too short", prepare_text, source, "byte", tmp_path / "out", documents=True)
-    refuses("'words': expected char, byte", prepare_text, source, "words", tmp_path / "out")
+    refuses("'words': expected char, text8, byte", prepare_text, source, "words", tmp_path / "out")
     fixed = CharTokenizer("abcd\n")
     refuses(
         r"a\.txt: character 'é' \(U\+00E9\) at position 4: expected one of", prepare_text, source, fixed, tmp_path / "out"

@@ -175,7 +175,10 @@ def train(
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Of text: char, byte, or a path: JSON of `tokenizers`, or of a trained model. [default: char]"),
+        typer.Option(
+            help="Of text: char, text8 (27 letters for any text), byte, or a path: JSON of `tokenizers`, or of a model. "
+            "[default: char]"
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/PRESET]")] = None,
     init: Annotated[
@@ -398,6 +401,13 @@ def sample(
         str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'; of text, how it begins.")
     ] = None,
     infill: Annotated[str | None, typer.Option(help="Text with _ for each gap, as in 'the ____ of science'.")] = None,
+    tries: Annotated[
+        int | None,
+        typer.Option(
+            help="Of an infill: candidates for each gap, of which one is drawn by how well the text after it follows. "
+            "[default: 32; a model of one block sees all of the text and needs none]"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Sample i depends on the seed and i alone.")] = 0,
     cache: Annotated[bool, typer.Option(help="Keep keys and values of finished blocks.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Show every step of the first sample.")] = False,
@@ -409,6 +419,7 @@ def sample(
     import torch
 
     from vmd.distributed import gather_rows, my_share, rank
+    from vmd.infilling import infill as fill_gaps
     from vmd.model import VMD, model_folder
     from vmd.training import step_seed
 
@@ -428,26 +439,31 @@ def sample(
     tokenizer = model_tokenizer(folder)
     row = prompt_row(prompt, infill, config, tokenizer)
     wanted = len(row)  # what comes after an infill is nobody's question
-    row += [-1] * (config.length - wanted)
+    require(tries is None or infill is not None, f"--tries {tries}: expected with --infill")
+    require(tries is None or tries >= 1, f"--tries {tries}: expected at least 1")
     if out is not None:
         check_array_path(out)
     mine = my_share(n)
     watching = Watch(config, tokenizer, wanted) if watch and rank() == 0 else None
-    drawn = loaded.sample(
-        prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1),  # a process without a share draws one for nothing
-        steps=steps,
-        order=order,
-        rule=rule,
-        temperature=temperature,
-        top_p=top_p,
-        z=z,
-        revise=revise,
-        order_noise=order_noise,
-        cache=cache,
-        seeds=[step_seed(seed, i) for i in mine or [0]],
-        trace=trace,
-        on_step=watching,
-    )
+    options: dict = {
+        "steps": steps,
+        "order": order,
+        "rule": rule,
+        "temperature": temperature,
+        "top_p": top_p,
+        "z": z,
+        "revise": revise,
+        "order_noise": order_noise,
+        "cache": cache,
+        "seeds": [step_seed(seed, i) for i in mine or [0]],  # a process without a share draws one for nothing
+        "trace": trace,
+        "on_step": watching,
+    }
+    if infill is None:
+        drawn = loaded.sample(prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1), **options)
+    else:
+        tries = 1 if config.blocks == 1 else tries or 32
+        drawn = fill_gaps(loaded, torch.tensor(row), max(1, len(mine)), tries=tries, **options)
     if watching is not None:
         watching.close()
     everything = gather_rows(drawn.tokens[: len(mine), :wanted])
@@ -462,6 +478,7 @@ def sample(
     say(
         f"n {n}, rule {rule}, order {order}, {steps} step{'s' if steps > 1 else ''} per block, NFE {drawn.nfe}"
         + (f", {drawn.cache_passes} passes to fill the cache" if drawn.cache_passes else "")
+        + (f", one of {tries} candidates for each gap by how it fits" if infill is not None and tries != 1 else "")
         + (f", z {z}" if config.has_latent else "")
         + (", revising" if revise else "")
         + (f", noise {order_noise:g} on the order" if order_noise else "")

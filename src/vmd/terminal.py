@@ -15,7 +15,7 @@ TOKENIZER_FILE = "tokenizer.json"
 def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any:
     """A law, an array, or text in the model's own tokens: all of it, or a split of what the model was trained on."""
     from vmd.data import ArrayData, is_text, load_data
-    from vmd.data.text import SPLITS, text_rows
+    from vmd.data.text import SPLITS, CharTokenizer, Text8Tokenizer, text_rows
 
     tokenizer = model_tokenizer(folder)
     if tokenizer is None and is_text(name) and not model.config.board and not saved_data(folder).get("puzzles"):
@@ -30,6 +30,8 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     split = split or ("test" if trained.get("name") == name else "all")
     require_choice("--split", split, ("all", *SPLITS))
     if split == "all":
+        if isinstance(tokenizer, Text8Tokenizer):
+            say("note: text is read as text8 has it: lower case, digits spelled out, one space for all else")
         return ArrayData(text_rows(name, tokenizer, model.config.length), name)
     began_elsewhere = bool(saved(folder, "training").get("init")) and not trained.get("tokenizer")
     found: Any = load_data(
@@ -39,7 +41,9 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
         tokenizer=tokenizer if began_elsewhere else str(trained.get("tokenizer") or ""),
         documents=bool(trained.get("documents")),
     )
-    same_ids = found.tokenizer.to_dict() == tokenizer.to_dict()
+    both = (found.tokenizer, tokenizer)
+    letters = all(isinstance(t, CharTokenizer) for t in both)
+    same_ids = both[0].symbols == both[1].symbols if letters else both[0].to_dict() == both[1].to_dict()
     require(same_ids, f"{name}: prepared with another tokenizer than the model's: expected --split all")
     return found
 

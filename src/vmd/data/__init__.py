@@ -52,8 +52,8 @@ def load_data(
 
     A file is read as puzzles if it is called .sudoku, or with `puzzles`; they are turned by their symmetries with `augment`
     and laid out in place (board), or as a puzzle and its solution (pair).
-    Text is cut into chunks of `length` tokens of the tokenizer (char, byte, or the path of a JSON file; default char). It is
-    prepared once and kept (`vmd.data.text`).
+    Text is cut into chunks of `length` tokens of the tokenizer (char, text8, byte, or a path: a JSON file; default char).
+    It is prepared once and kept (`vmd.data.text`).
     """
     if puzzles or name.endswith(".sudoku"):
         return SudokuData(load_puzzles(name), seed, augment, pair=layout == "pair")

@@ -105,6 +105,30 @@ class CharTokenizer:
         return {"kind": "char", "alphabet": self.alphabet}
 
 
+class Text8Tokenizer(CharTokenizer):
+    """The letters of text8 for any text, read as text8 has it: lower case, digits spelled out, one space for all else."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT8_ALPHABET)
+
+    def outside(self, text: str) -> int:
+        return -1
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return super().encode(as_text8(_as_text(text)))
+
+    def to_dict(self) -> dict:
+        return {"kind": "text8"}
+
+
+def as_text8(text: str) -> str:
+    """By the rule of text8's maker (Mahoney 2011); letters with accents are no letters."""
+    digits = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    capitals = dict(zip(map(ord, "ABCDEFGHIJKLMNOPQRSTUVWXYZ"), TEXT8_ALPHABET[1:], strict=True))
+    spelled = text.translate(capitals | {ord(str(digit)): f" {name} " for digit, name in enumerate(digits)})
+    return re.sub("[^a-z]+", " ", spelled)
+
+
 class ByteTokenizer:
     """One id per byte of UTF-8. Bytes that are no UTF-8, as a model may write, decode to the replacement character."""
 
@@ -157,16 +181,16 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str | Path, alphabet: str = "") -> Tokenizer:
-    """`char` with its alphabet, `byte`, or the path of a JSON file: of the `tokenizers` package, or of a trained model."""
-    if name == "byte":
-        return ByteTokenizer()
+    """`char` with its alphabet, `text8`, `byte`, or the path of a JSON file: of the `tokenizers` package, or of a model."""
+    if name in ("byte", "text8"):
+        return tokenizer_from_dict({"kind": str(name)})
     if name == "char":
         require(bool(alphabet), "tokenizer 'char': expected an alphabet, or a text to find it in")
         return CharTokenizer(alphabet)
     path = Path(name)
     require(
         path.suffix == ".json" or path.is_file(),
-        f"tokenizer {str(name)!r}: expected char, byte or the path of a tokenizer's JSON file",
+        f"tokenizer {str(name)!r}: expected char, text8, byte or the path of a tokenizer's JSON file",
     )
     try:
         text = path.read_bytes().decode()
@@ -191,13 +215,15 @@ def _parsed(text: str) -> dict | None:
 def tokenizer_from_dict(values: Any, where: str = "tokenizer") -> Tokenizer:
     """The inverse of `to_dict`."""
     kind = values.get("kind") if isinstance(values, dict) else None
-    known = {"char": {"kind", "alphabet"}, "byte": {"kind"}, "json": {"kind", "json"}}
+    known = {"char": {"kind", "alphabet"}, "text8": {"kind"}, "byte": {"kind"}, "json": {"kind", "json"}}
     good = isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
     good = good and kind in known and set(values) == known[kind]
     require(good, f"{where}: expected the description of a tokenizer, got {values!r:.60}")
     if kind == "char":
         return CharTokenizer(values["alphabet"])
-    return ByteTokenizer() if kind == "byte" else JsonTokenizer(values["json"], where)
+    if kind == "json":
+        return JsonTokenizer(values["json"], where)
+    return ByteTokenizer() if kind == "byte" else Text8Tokenizer()
 
 
 def _code_points(text: str) -> np.ndarray:
@@ -388,6 +414,17 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
         yield held
 
 
+def _encoded(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """Piece by piece, and how many characters each was."""
+    ends_in_space = False
+    for piece in _pieces(texts):
+        ids = tokenizer.encode(piece)
+        if isinstance(tokenizer, Text8Tokenizer) and len(ids):  # two pieces may both have the space between them
+            ids = ids[1:] if ends_in_space and ids[0] == 0 else ids
+            ends_in_space = bool(ids[-1] == 0) if len(ids) else True
+        yield ids, len(piece)
+
+
 # Preparing
 
 
@@ -563,8 +600,8 @@ def _second_reading(
         parts = texts if documents else _cut((text for _, text in texts), borders)
         for number, group in itertools.groupby(parts, lambda part: part[0]):
             shard = shards[bisect_right(borders, number) if documents else number]
-            for piece in _pieces(text for _, text in group):
-                shard.write(tokenizer.encode(piece), len(piece))
+            for ids, characters in _encoded((text for _, text in group), tokenizer):
+                shard.write(ids, characters)
             shard.offsets.append(shard.tokens)
         return {split: shard.finish(documents) for split, shard in zip(SPLITS, shards, strict=True)}
 
@@ -638,7 +675,7 @@ def prepared_text(
     if isinstance(tokenizer, str) and tokenizer not in ("char", "byte"):
         tokenizer = load_tokenizer(tokenizer)
     what = tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer.to_dict())
-    letters = what in ("char", json.dumps(CharTokenizer(TEXT8_ALPHABET).to_dict()))
+    letters = what in ("char", *(json.dumps(t.to_dict()) for t in (CharTokenizer(TEXT8_ALPHABET), Text8Tokenizer())))
     if name == "text8" and not source.exists():
         return text8(cache=cache, on_progress=on_progress)
     if letters and source.is_file() and not documents and source.name.split(".")[0] in TEXT8_KINDS:
@@ -652,7 +689,7 @@ def text_rows(name: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
     """(rows, L): all of a text in chunks, in order, in the ids of a model's tokenizer; what does not fill one is dropped."""
     with _reading(Path(name)):
         files = _source_files(Path(name))
-    parts = [tokenizer.encode(piece) for path in files.values() for piece in _pieces(_read(path))]
+    parts = [ids for path in files.values() for ids, _ in _encoded(_read(path), tokenizer)]
     ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
     require(len(ids) >= length, f"{name}: {len(ids)} tokens: too short: expected at least {length}, one chunk")
     return ids[: len(ids) // length * length].reshape(-1, length)
