@@ -87,6 +87,7 @@ SYSTEMS = (
     System("codes, r = 16", "text", 16),
     System("draft for one step, r = 16", "text-draft", 16, ONE_STEP),
     System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
+    System("BD3-LM, r = 4, larger", "text-mdm", 4, ("model.mlp_ratio=6",)),  # 8.5 M: more parameters than with codes
     System("BD3-LM, r = 4, second seed", "text-mdm", 4, second_seed=True),
     System("codes, r = 4, second seed", "text", 4, second_seed=True),
     System("draft for one step, r = 4, second seed", "text-draft", 4, ONE_STEP, second_seed=True),
