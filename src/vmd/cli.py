@@ -6,9 +6,8 @@ import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -245,19 +244,10 @@ def sized_as_it_began(run: RunConfig, folder: Path, resume: bool, chosen: set[st
 def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
     """The data of a run, of text in the tokens of a model, if given. What is not prepared yet is, with a bar of its own."""
     from vmd.data import load_data
-    from vmd.progress import progress_bar
+    from vmd.progress import percent_bar
 
-    about, started = run.data, time.perf_counter()
-    with ExitStack() as stack:
-        shown: list[Any] = []
-
-        def on_progress(done: int, total: int) -> None:
-            if not shown and time.perf_counter() - started < 1:
-                return  # not worth a bar
-            if not shown:
-                shown.append(stack.enter_context(progress_bar(f"preparing {about.name}, percent", 100)))
-            shown[0](100 * done // total, "")
-
+    about = run.data
+    with percent_bar(f"preparing {about.name}") as on_progress:
         return load_data(
             about.name,
             run.training.seed,
@@ -421,6 +411,7 @@ def sample(
     from vmd.distributed import gather_rows, my_share, rank
     from vmd.infilling import infill as fill_gaps
     from vmd.model import VMD, model_folder
+    from vmd.progress import percent_bar
     from vmd.training import step_seed
 
     require(n >= 1, f"--n {n}: expected at least 1")
@@ -463,7 +454,8 @@ def sample(
         drawn = loaded.sample(prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1), **options)
     else:
         tries = 1 if config.blocks == 1 else tries or 32
-        drawn = fill_gaps(loaded, torch.tensor(row), max(1, len(mine)), tries=tries, **options)
+        with nullcontext(lambda done, total: None) if watch else percent_bar(f"vmd sample {model}") as tell:
+            drawn = fill_gaps(loaded, torch.tensor(row), max(1, len(mine)), tries=tries, on_progress=tell, **options)
     if watching is not None:
         watching.close()
     everything = gather_rows(drawn.tokens[: len(mine), :wanted])

@@ -13,6 +13,7 @@ from torch import Tensor
 from vmd.config import require
 from vmd.evaluation import rows_per_pass
 from vmd.likelihood import nll_bound
+from vmd.network import largest_tensor
 from vmd.sampling import Samples, Step, check_prompt, hashed_uniforms
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def infill(
     generator: torch.Generator | None = None,
     trace: bool = False,
     on_step: Callable[[Step], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
     **options,
 ) -> Samples:
     """n rows (n, L) of a text (L,) whose gaps, -1, are filled; L may be less than the model's length.
@@ -47,7 +49,8 @@ def infill(
     tries: candidates for each gap. A candidate x weighs p(x) / p(gap | the text before it and in its blocks): how likely it
         makes the given text, up to the next gap. Of a latent or a draft head in one step, else in as many as it is written
         in. 1: written blindly. A model of one block sees the whole text; it needs none, and makes one.
-    Other options are those of `VMD.sample`. The trace is of the candidates that were drawn.
+    Other options are those of `VMD.sample`. The trace is of the candidates that were drawn. `on_progress` is told how many
+    candidates are done, of how many.
     """
     config = model.config
     require(prompt.dim() == 1 and len(prompt) > 0, f"a text of shape {tuple(prompt.shape)}: expected (length,)")
@@ -65,16 +68,22 @@ def infill(
     rows, parts = padded.repeat(n, 1), []
     tries = tries if config.blocks > 1 else 1
     ends = [end for end in stages((prompt < 0).tolist(), r)[:-1] if end >= config.shortest] if tries > 1 else []
-    for number, end in enumerate([*ends, len(padded)]):
+    ends.append(len(padded))
+    done = 0
+    for number, end in enumerate(ends):
         short = model.shortened(end)
         chance = hashed_uniforms(torch.tensor(seeds), number * (tries + 1), tries + 1)
         drawn_by = (chance[:, :tries] * 2**52).long()  # the seed of each candidate
         text, given = rows[:, :end], rows[0, :end] >= 0
         if tries > 1 and bool((given.diff(prepend=given[:1]) & given).any()):  # there is text after a gap
-            each = text.repeat_interleave(tries, dim=0)
-            by, at_once = drawn_by.flatten().tolist(), rows_per_pass(short)
-            written = short.sample(prompt=each, seeds=by, batch_size=at_once, **options).tokens
-            weights = fit(short, written, given, options.get("steps", 1)).view(n, tries).softmax(-1).cpu()
+            log_weights, at_once = [], max(1, largest_tensor(model.device) // (2**8 * end))
+            candidates = text.repeat_interleave(tries, dim=0).split(at_once)
+            for some, by in zip(candidates, drawn_by.flatten().split(at_once), strict=True):
+                written = short.sample(prompt=some, seeds=by.tolist(), **options).tokens
+                log_weights.append(fit(short, written, given, options.get("steps", 1)).cpu())
+                done += len(some)
+                on_progress(done, n * tries * len(ends))
+            weights = torch.cat(log_weights).view(n, tries).softmax(-1)
             best = torch.searchsorted(weights.cumsum(-1), chance[:, tries:] * weights.sum(-1, keepdim=True))
             drawn_by = drawn_by.gather(1, best.clamp(max=tries - 1))
         # A row depends on its seed alone, so the one that was drawn is written once more for those who watch.

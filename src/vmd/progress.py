@@ -2,8 +2,9 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
@@ -58,3 +59,19 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], 
                 progress.update(task, completed=done)
 
         yield update
+
+
+@contextmanager
+def percent_bar(description: str) -> Iterator[Callable[[int, int], None]]:
+    """Yields `on_progress(done, total)`; there is a bar only if it takes more than a second."""
+    started = time.perf_counter()
+    shown: list[Callable[[int, str], None]] = []
+    with ExitStack() as stack:
+
+        def on_progress(done: int, total: int) -> None:
+            if not shown and done < total and time.perf_counter() - started >= 1:
+                shown.append(stack.enter_context(progress_bar(f"{description}, percent", 100)))
+            for update in shown:
+                update(100 * done // total, "")
+
+        yield on_progress
