@@ -5,10 +5,13 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from command import refused, settings, succeeds
 from vmd.cli import model_tokenizer
-from vmd.model import SHIPPED
+from vmd.data.text import TEXT8_ALPHABET, CharTokenizer
+from vmd.likelihood import nll_bound
+from vmd.model import SHIPPED, VMD
 
 SMALL = settings(
     *("training.steps=4", "training.batch_size=8", "training.log_every=2", "model.length=16", "model.layers=1"),
@@ -52,8 +55,8 @@ def test_a_beginning_and_gaps_are_kept(source, tmp_path):
     )
     for line in succeeds("sample", out, "-n", 3, "--infill", "the ___ sat").out.splitlines():
         assert line[:4] + line[7:] == "the  sat"  # and nothing after it
-    assert "one of 5 candidates" in succeeds("sample", out, "-n", 1, "--infill", "the ___ sat", "--tries", 5).err
-    assert "candidates" not in succeeds("sample", out, "-n", 1, "--infill", "the ___ sat", "--tries", 1).err
+    assert "each of 5 candidates" in succeeds("sample", out, "-n", 1, "--infill", "the ___ sat", "--tries", 5).err
+    assert "candidate" not in succeeds("sample", out, "-n", 1, "--infill", "the ___ sat", "--tries", 1).err
     traced = succeeds("sample", out, "-n", 1, "--prompt", "the ", "--trace").err
     assert "block 1 step 0: the " in traced
     assert "____" in traced
@@ -184,7 +187,20 @@ def test_the_model_of_text_that_comes_with_vmd(tmp_path):
 
 
 def test_the_model_that_comes_with_vmd_fills_gaps_with_what_fits():
-    filled = succeeds("sample", "text", "-n", 4, "--infill", "the ____ of the united states", "--seed", 1).out.splitlines()
-    assert all(line.startswith("the ") and line.endswith(" of the united states") for line in filled)
-    blind = succeeds("sample", "text", "-n", 4, "--infill", "the ____ of the united states", "--tries", 1).out.splitlines()
-    assert filled != blind
+    """By its own certified bits of the whole text, which filled blindly it likes less."""
+    words = ("sample", "text", "-n", 8, "--seed", 1, "--infill", "the ____ of the united states")
+    model, letters, bits = VMD.from_pretrained("text").shortened(32), CharTokenizer(TEXT8_ALPHABET), []
+    for tries in (16, 1):
+        lines = succeeds(*words, "--tries", tries).out.splitlines()
+        assert all(line.startswith("the ") and line.endswith(" of the united states") for line in lines)
+        x0 = torch.tensor(np.stack([letters.encode(line.ljust(32)) for line in lines]).astype(np.int64))
+        bits.append(float(nll_bound(model, x0, 1).mean()))
+    assert bits[0] < bits[1] - 2
+
+
+def test_what_people_type_is_read_as_text8_with_a_note(tmp_path):
+    assert "as text8 has it" in succeeds("sample", "text", "-n", 1, "--prompt", "Rome, 753").err
+    assert "as text8 has it" not in succeeds("sample", "text", "-n", 1, "--prompt", "rome ").err
+    done = succeeds("sample", "text", "-n", 1, "--infill", "the __ of")
+    assert "as text8 has it" not in done.err
+    assert "--infill" in refused("sample", "text", "--prompt", "the _ of", folder=tmp_path)

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from command import contents
 from helpers import tiny_config
 from vmd.config import InvalidInput, RunConfig, override_all
+from vmd.data import load_data
 from vmd.data import text as module
 from vmd.data.text import (
     SPLITS,
@@ -172,6 +173,20 @@ def test_where_a_text_is_cut_leaves_no_trace_in_text8(text, piece):
         path.write_text(text, newline="")
         rows = text_rows(str(path), Text8Tokenizer(), 1)
         assert Text8Tokenizer().decode(rows[:, 0]) == as_text8(text)
+        out = prepare_text(path, "text8", Path(folder) / "out", split=(1.0, 0.0, 0.0))
+        data = TextData(out, "train", length=1)
+        assert data.tokenizer.to_dict() == {"kind": "text8"}
+        assert data.tokenizer.decode(data.in_order(0, len(data)).flatten()) == as_text8(text)
+
+
+def test_text8_itself_may_be_read_in_its_own_letters_or_in_those_of_any_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("VMD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(module.TEXT8_KINDS, "text8", (1_000, (0.9, 0.05, 0.05)))
+    (tmp_path / "text8").write_text("the cat sat on the mat and ran off " * 28 + "the cat sat on the m")
+    found = {kind: load_data(str(tmp_path / "text8"), length=8, tokenizer=kind) for kind in ("char", "text8")}
+    assert {kind: data.tokenizer.to_dict()["kind"] for kind, data in found.items()} == {"char": "char", "text8": "text8"}
+    assert torch.equal(*(data.in_order(0, 10) for data in found.values()))
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # prepared once
 
 
 def test_tokens_of_a_tensor_are_decoded():

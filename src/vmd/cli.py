@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -395,7 +395,7 @@ def sample(
         int | None,
         typer.Option(
             help="Of an infill: candidates for each gap, of which one is drawn by how well the text after it follows. "
-            "[default: 32; a model of one block sees all of the text and needs none]"
+            "[default: 32; 1 for a model of one block, which sees all of the text, and with a Gaussian latent]"
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Sample i depends on the seed and i alone.")] = 0,
@@ -409,6 +409,7 @@ def sample(
     import torch
 
     from vmd.distributed import gather_rows, my_share, rank
+    from vmd.infilling import TRIES
     from vmd.infilling import infill as fill_gaps
     from vmd.model import VMD, model_folder
     from vmd.progress import percent_bar
@@ -429,7 +430,7 @@ def sample(
         say(f"note: this model was trained with positions {trained_fixed(folder)} given; use --prompt to give them")
     tokenizer = model_tokenizer(folder)
     row = prompt_row(prompt, infill, config, tokenizer)
-    wanted = len(row)  # what comes after an infill is nobody's question
+    wanted = len(row)  # of an infill no more than it holds
     require(tries is None or infill is not None, f"--tries {tries}: expected with --infill")
     require(tries is None or tries >= 1, f"--tries {tries}: expected at least 1")
     if out is not None:
@@ -453,8 +454,13 @@ def sample(
     if infill is None:
         drawn = loaded.sample(prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1), **options)
     else:
-        tries = 1 if config.blocks == 1 else tries or 32
-        with nullcontext(lambda done, total: None) if watch else percent_bar(f"vmd sample {model}") as tell:
+        weighed = []  # candidates, if there were any to weigh
+
+        def tell(done: int, total: int) -> None:
+            weighed.append(total)
+            show_progress(done, total)
+
+        with percent_bar(f"vmd sample {model}") as show_progress:
             drawn = fill_gaps(loaded, torch.tensor(row), max(1, len(mine)), tries=tries, on_progress=tell, **options)
     if watching is not None:
         watching.close()
@@ -469,8 +475,8 @@ def sample(
         print(show(tokens, config, tokenizer))
     say(
         f"n {n}, rule {rule}, order {order}, {steps} step{'s' if steps > 1 else ''} per block, NFE {drawn.nfe}"
-        + (f", {drawn.cache_passes} passes to fill the cache" if drawn.cache_passes else "")
-        + (f", one of {tries} candidates for each gap by how it fits" if infill is not None and tries != 1 else "")
+        + (f" and {drawn.cache_passes} to fill the cache" if drawn.cache_passes else "")
+        + (f", for each of {tries or TRIES} candidates, of which one is drawn by how it fits" if infill and weighed else "")
         + (f", z {z}" if config.has_latent else "")
         + (", revising" if revise else "")
         + (f", noise {order_noise:g} on the order" if order_noise else "")

@@ -189,6 +189,8 @@ class ModelConfig:
     @property
     def shortest(self) -> int:
         """The least length, in whole blocks, at which a model has the same weights: a draft head sees back so far."""
+        if self.blocks == 1 or self.prompt:
+            return self.length
         least = self.draft_reach + 1 if self.draft else 1
         return -(-least // self.block_size) * self.block_size
 

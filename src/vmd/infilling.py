@@ -1,33 +1,52 @@
 """Gaps with text on both sides, filled by a model that reads its blocks from left to right.
 
-Such a model does not see what follows a gap when it writes. So it writes several candidates, and one of them is drawn by how
-well the text after the gap follows from each: sampling importance resampling, gap after gap.
+Such a model does not see what follows a gap when it writes. So it writes several candidates, which weigh as much as they
+make the text after the gap likely: a particle filter, gap after gap, in which one candidate is drawn in the end.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vmd.config import require
-from vmd.evaluation import rows_per_pass
-from vmd.likelihood import nll_bound
+from vmd.config import ModelConfig, require
+from vmd.evaluation import rows_per_score
+from vmd.likelihood import marginal_nll
+from vmd.masking import Masks
 from vmd.network import largest_tensor
 from vmd.sampling import Samples, Step, check_prompt, hashed_uniforms
 
 if TYPE_CHECKING:
     from vmd.model import VMD
 
+TRIES = 32
+JUDGED_BY = 64  # tokens after a gap: what comes later says little more, and takes time
 
-def stages(gap: Sequence[bool], block_size: int) -> list[int]:
-    """Where the text ends that each gap is judged by: at the block of the next gap, in whole blocks; the last at the end.
 
-    Gaps of one block, or of blocks that touch, are written together: no whole block of text between them could tell.
-    """
+class Stage(NamedTuple):
+    """Gaps that are written and judged together, in tokens, at borders of blocks: they lie in first:last, judged to end."""
+
+    first: int
+    last: int
+    end: int
+
+
+def stages(gap: Sequence[bool], block_size: int) -> list[Stage]:
+    """Gaps of blocks that touch are one stage: no whole block of text between them could tell."""
     blocks = [any(gap[i : i + block_size]) for i in range(0, len(gap), block_size)]
-    begins = [b for b in range(1, len(blocks)) if blocks[b] and not blocks[b - 1] and any(blocks[:b])]
-    return [b * block_size for b in begins] + [len(blocks) * block_size]
+    firsts = [b for b, here in enumerate(blocks) if here and not (b and blocks[b - 1])]
+    found = []
+    for first, following in zip(firsts, [*firsts, len(blocks)][1:], strict=True):
+        last = next((b for b in range(first, len(blocks)) if not blocks[b]), len(blocks))
+        reach = -(-JUDGED_BY // block_size)
+        found.append(Stage(*(b * block_size for b in (first, last, min(following, last + reach)))))
+    return found
+
+
+def usual_tries(config: ModelConfig) -> int:
+    """1 for a model of one block, which sees all of the text, and for a Gaussian z, of which there is but a noisy bound."""
+    return 1 if config.blocks == 1 or config.latent.kind == "gaussian" else TRIES
 
 
 @torch.no_grad()
@@ -36,7 +55,7 @@ def infill(
     prompt: Tensor,
     n: int = 1,
     *,
-    tries: int = 32,
+    tries: int | None = None,
     seeds: Sequence[int] | None = None,
     generator: torch.Generator | None = None,
     trace: bool = False,
@@ -44,81 +63,128 @@ def infill(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     **options,
 ) -> Samples:
-    """n rows (n, L) of a text (L,) whose gaps, -1, are filled; L may be less than the model's length.
+    """n rows (n, L) of a text (L,) whose gaps, -1, are filled; L may be less than the model's length. z is not kept.
 
-    tries: candidates for each gap. A candidate x weighs p(x) / p(gap | the text before it and in its blocks): how likely it
-        makes the given text, up to the next gap. Of a latent or a draft head in one step, else in as many as it is written
-        in. 1: written blindly. A model of one block sees the whole text; it needs none, and makes one.
-    Other options are those of `VMD.sample`. The trace is of the candidates that were drawn. `on_progress` is told how many
-    candidates are done, of how many.
+    tries: candidates for each gap (default: 32; 1 with a Gaussian latent and for a model of one block, which sees the whole
+        text). A candidate x weighs p(x) / p(gap | the text before it and in its blocks): how likely it makes the given text
+        up to the next gap, or 64 tokens on. With many of them gaps follow the law of the model's samples of one step given
+        both sides. With several steps, another rule or a temperature the weights stay those of one step; without a latent
+        and a draft head they are then those of tokens written in turn.
+    Other options are those of `vmd.sampling.sample`. The trace is of the candidates that were drawn, evaluations are of one
+    candidate, and `on_progress` is told how many are weighed, of how many.
     """
     config = model.config
-    require(prompt.dim() == 1 and len(prompt) > 0, f"a text of shape {tuple(prompt.shape)}: expected (length,)")
-    require(len(prompt) <= config.length, f"a text of {len(prompt)} tokens: expected at most {config.length}")
-    require(n >= 1, f"n={n}: expected at least 1 sample")
-    require(tries >= 1, f"tries={tries}: expected at least 1")
-    require(generator is None or seeds is None, "generator and seeds: expected one of the two")
-    if seeds is None:
-        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
-    require(len(seeds) == n, f"{len(seeds)} seeds: expected one for each of {n} rows")
-    wanted, r = len(prompt), config.block_size
-    padded = torch.full((max(config.shortest, -(-wanted // r) * r),), -1, dtype=prompt.dtype)
-    padded[:wanted] = prompt
-    check_prompt(padded.unsqueeze(0), model.shortened(len(padded)).config)
-    rows, parts = padded.repeat(n, 1), []
-    tries = tries if config.blocks > 1 else 1
-    ends = [end for end in stages((prompt < 0).tolist(), r)[:-1] if end >= config.shortest] if tries > 1 else []
-    ends.append(len(padded))
-    done = 0
-    for number, end in enumerate(ends):
-        short = model.shortened(end)
-        chance = hashed_uniforms(torch.tensor(seeds), number * (tries + 1), tries + 1)
-        drawn_by = (chance[:, :tries] * 2**52).long()  # the seed of each candidate
-        text, given = rows[:, :end], rows[0, :end] >= 0
-        if tries > 1 and bool((given.diff(prepend=given[:1]) & given).any()):  # there is text after a gap
-            log_weights, at_once = [], max(1, largest_tensor(model.device) // (2**8 * end))
-            candidates = text.repeat_interleave(tries, dim=0).split(at_once)
-            for some, by in zip(candidates, drawn_by.flatten().split(at_once), strict=True):
-                written = short.sample(prompt=some, seeds=by.tolist(), **options).tokens
-                log_weights.append(fit(short, written, given, options.get("steps", 1)).cpu())
-                done += len(some)
-                on_progress(done, n * tries * len(ends))
-            weights = torch.cat(log_weights).view(n, tries).softmax(-1)
-            best = torch.searchsorted(weights.cumsum(-1), chance[:, tries:] * weights.sum(-1, keepdim=True))
-            drawn_by = drawn_by.gather(1, best.clamp(max=tries - 1))
-        # A row depends on its seed alone, so the one that was drawn is written once more for those who watch.
-        drawn_seeds = drawn_by[:, 0].tolist()
-        parts.append(short.sample(prompt=text, seeds=drawn_seeds, trace=trace, on_step=writes_only(on_step), **options))
-        rows[:, :end] = parts[-1].tokens.cpu()
-    last = parts[-1]
-    return Samples(
-        last.tokens[:, :wanted],
-        last.z,
-        sum(part.nfe for part in parts),
-        sum(part.cache_passes for part in parts),
-        [step for part in parts for step in part.trace if step.revealed.any()],
+    require(
+        isinstance(prompt, Tensor) and prompt.dim() == 1 and len(prompt) > 0,
+        "a prompt: expected a tensor of shape (length,)",
     )
+    whole = prompt.dtype not in (torch.bool, torch.uint8) and not prompt.is_floating_point() and not prompt.is_complex()
+    require(whole, f"a prompt of {prompt.dtype}: expected integers, -1 for a gap")
+    require(len(prompt) <= config.length, f"a text of {len(prompt)} tokens: expected at most {config.length}")
+    require(isinstance(n, int) and n >= 1, f"n={n}: expected at least 1 sample")
+    most = usual_tries(config)
+    tries = most if tries is None else tries
+    require(isinstance(tries, int) and tries >= 1, f"tries={tries}: expected at least 1")
+    why = "a model of one block sees all of the text, and a Gaussian latent has no likelihood to weigh by"
+    require(tries == 1 or most > 1, f"tries={tries}: expected 1: {why}")
+    require(generator is None or seeds is None, "generator and seeds: expected one of the two")
+    for name in ("batch_size", "desk", "prompt"):
+        require(name not in options, f"{name}: expected no such option of an infill")
+    if seeds is None:
+        device = "cpu" if generator is None else generator.device
+        seeds = torch.randint(2**62, (n,), generator=generator, device=device).tolist()
+    require(len(seeds) == n, f"{len(seeds)} seeds: expected one for each of {n} rows")
+    require(all(isinstance(s, int) and 0 <= s < 2**63 for s in seeds), "seeds: expected whole numbers from 0 to 2^63")
+
+    wanted, r = len(prompt), config.block_size
+    text = torch.full((max(config.shortest, -(-wanted // r) * r),), -1)
+    text[:wanted] = prompt.cpu()
+    check_prompt(text.unsqueeze(0), model.shortened(len(text)).config)
+    gap = text < 0
+    gap[wanted:] = False  # blocks are filled up with what nobody asked for
+    plan = stages(gap.tolist(), r) if tries > 1 else [Stage(0, len(text), len(text))] if gap.any() else []
+    given = (~gap[:wanted]).nonzero().flatten()
+    judged = [tries > 1 and bool(((given > gap[s.first :].long().argmax() + s.first) & (given < s.end)).any()) for s in plan]
+    total, done, drawn = n * tries * sum(judged), 0, 0
+
+    def chance(count: int) -> Tensor:
+        nonlocal drawn
+        drawn += count
+        return hashed_uniforms(torch.tensor(seeds), drawn - count, count)
+
+    particles, log_weights = text.repeat(n, tries, 1), torch.zeros(n, tries, dtype=torch.float64)
+    written_by: list[Tensor] = []  # of each stage so far, the seeds of the candidates there are now
+    nfe = cache_passes = 0
+    for stage, to_judge in zip(plan, judged, strict=True):
+        if not to_judge and particles.shape[1] > 1:  # what is not judged need be written but once
+            particles, written_by, log_weights = pick(log_weights, chance(1), particles, written_by)
+        written_by.append((chance(particles.shape[1]) * 2**52).long())
+        short, rows = model.shortened(max(config.shortest, stage.last)), particles.flatten(0, 1)
+        at_once, weights = max(1, largest_tensor(model.device) // (2**13 * stage.end)), []
+        for some, by in zip(rows.split(at_once), written_by[-1].flatten().split(at_once), strict=True):
+            made = short.sample(prompt=some[:, : short.config.length], seeds=by.tolist(), **options)
+            some[:, stage.first : stage.last] = made.tokens[:, stage.first : stage.last].cpu()
+            if to_judge:
+                weights.append(fit(model, some, gap, wanted, stage, options.get("steps", 1)))
+                done += len(some)
+                on_progress(done, total)
+        nfe, cache_passes = nfe + made.nfe, cache_passes + made.cache_passes
+        particles = rows.view(particles.shape)
+        if to_judge:
+            log_weights = torch.cat(weights).view(n, -1)
+            if stage is not plan[-1]:  # evenly spread draws: each candidate about as often as it weighs
+                places = (torch.arange(tries) + chance(1)) / tries
+                particles, written_by, log_weights = pick(log_weights, places, particles, written_by)
+    particles, written_by, _ = pick(log_weights, chance(1), particles, written_by)
+    tokens, steps = particles[:, 0], []
+    if trace or on_step is not None:  # a row depends on its seed alone: what was drawn is written once more to be seen
+        for stage, by in zip(plan, written_by, strict=True):
+            short = model.shortened(max(config.shortest, stage.last))
+            canvas = tokens.masked_fill(gap | (torch.arange(len(text)) >= wanted), -1)
+            canvas[:, : stage.first] = tokens[:, : stage.first]
+            prompts, again = canvas[:, : short.config.length], by[:, 0].tolist()
+            for step in short.sample(prompt=prompts, seeds=again, trace=True, **options).trace:
+                if step.revealed[:, stage.first : min(stage.last, wanted)].any():
+                    steps.append(step)
+                    if on_step is not None:
+                        on_step(step)
+    return Samples(tokens[:, :wanted].to(model.device), None, nfe, cache_passes, steps if trace else [])
 
 
-def writes_only(on_step: Callable[[Step], None] | None) -> Callable[[Step], None] | None:
-    """Not told of blocks that are there already."""
-    return on_step and (lambda step: on_step(step) if step.revealed.any() else None)
+def pick(
+    log_weights: Tensor, places: Tensor, particles: Tensor, written_by: list[Tensor]
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The candidates at these places (n, m) of the distribution by weight, which then weigh the same."""
+    cumulative = log_weights.softmax(-1).cumsum(-1)
+    index = torch.searchsorted(cumulative, places * cumulative[:, -1:]).clamp(max=log_weights.shape[1] - 1)
+    chosen = particles.gather(1, index.unsqueeze(-1).expand(-1, -1, particles.shape[-1]))
+    return chosen, [by.gather(1, index) for by in written_by], torch.zeros(index.shape, dtype=torch.float64)
 
 
-def fit(model: "VMD", x: Tensor, given: Tensor, steps: int) -> Tensor:
-    """(B,): log p(x) - log p(what was written | given tokens of its blocks, and all before)."""
-    config = model.config
-    steps = 1 if config.has_latent or config.draft else steps
-    generator = torch.Generator(x.device).manual_seed(0)
+def fit(model: "VMD", rows: Tensor, gap: Tensor, wanted: int, stage: Stage, steps: int) -> Tensor:
+    """(B,): log p(blocks of the stage | all before) - log p(its gaps | given tokens of their blocks, and all before).
 
-    def nll(end: int, known: Tensor | None) -> Tensor:
-        short, z = model.shortened(end), "once" if config.z_reaches_later_blocks else "fresh"
-        return nll_bound(short, x[:, :end], steps, z=z, fixed=known, generator=generator, chunk=rows_per_pass(short))
-
-    gap = (~given).unflatten(0, (-1, config.block_size))
-    total = -nll(config.length, gap.all(1).repeat_interleave(config.block_size).to(x.device))
-    mixed = (gap.any(1) & ~gap.all(1)).nonzero()  # blocks with both: those of gaps alone would cancel
-    if len(mixed):
-        end = max(config.shortest, (int(mixed.max()) + 1) * config.block_size)
-        total += nll(end, (given | gap.all(1).repeat_interleave(config.block_size))[:end].to(x.device))
-    return total
+    Both by the law of one step; without a latent and a draft head, if several are taken, of tokens in turn from the left.
+    """
+    config, r = model.config, model.config.block_size
+    short = model.shortened(max(config.shortest, stage.end))
+    place, length = torch.arange(short.config.length), short.config.length
+    inside = (place >= stage.first) & (place < stage.end)
+    gap = gap[:length] & inside
+    of_gaps = gap.view(-1, r).all(1).repeat_interleave(r)
+    asked = inside & ~of_gaps & (place < wanted)  # blocks of gaps alone cancel
+    in_turn = steps > 1 and not config.has_latent and not config.draft
+    turns = [(place % r >= j, place % r == j) for j in range(r)] if in_turn else [(place >= 0, place >= 0)]
+    terms = [(inside & left, asked & now, -1) for left, now in turns]
+    terms += [((gap | (inside & (place >= wanted))) & left, gap & asked & now, 1) for left, now in turns]
+    found = []
+    for some in rows[:, :length].clamp(min=0).split(rows_per_score(short)):
+        x0, total = some.to(model.device), torch.zeros(len(some), dtype=torch.float64)
+        for mask, target, sign in terms:
+            if target.any():
+                blocks = target.view(-1, r).any(1).double()
+                masks = Masks(*(part.to(x0.device).expand(len(x0), -1) for part in (mask, target, blocks)))
+                nll = marginal_nll(short, x0, masks, 1, None, len(x0))
+                total += sign * (nll.cpu() * blocks).sum(-1)
+        found.append(total)
+    return torch.cat(found)

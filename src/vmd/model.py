@@ -205,10 +205,10 @@ class VMD(nn.Module):
         c = self.config
         if length == c.length:
             return self
-        least, r = c.length if c.prompt else c.shortest, c.block_size
-        fits = least <= length <= c.length and length % r == 0
-        require(fits, f"length {length}: expected {least} to {c.length}, in whole blocks of {r}")
-        model = VMD(replace(c, length=length))
+        fits = c.shortest <= length <= c.length and length % c.block_size == 0
+        require(fits, f"length {length}: expected {c.shortest} to {c.length}, in whole blocks of {c.block_size}")
+        with torch.random.fork_rng(devices=[]):  # nobody's chance is spent on weights that are not kept
+            model = VMD(replace(c, length=length))
         own = {name: w[:length] if name.endswith("position.weight") else w for name, w in self.state_dict().items()}
         model.load_state_dict(own, assign=True)
         return model.to(self.device).train(self.training)

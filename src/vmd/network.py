@@ -278,9 +278,7 @@ def limited(x: Tensor, most: float) -> Tensor:
 
 def largest_tensor(device: torch.device) -> int:
     """Elements of the largest tensor that scoring codes or rows may make at a time."""
-    if device.type == "cuda":
-        return 2**31
-    return 2**27 if torch.is_grad_enabled() else 2**22  # small ones are faster, but with gradients parts are made twice
+    return 2**31 if device.type == "cuda" else 2**27
 
 
 class CodeFeatures(NamedTuple):
@@ -528,7 +526,10 @@ class Decoder(nn.Module):
         c = self.config
         codes = torch.arange(c.latent.codes, device=x0.device)
         per_code = max(self._per_code(x0.numel()), x0.numel() * 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
-        chunk = c.latent.code_chunk or max(1, min(len(codes), largest_tensor(x0.device) // per_code))
+        budget = largest_tensor(x0.device)
+        if x0.device.type == "cpu" and not torch.is_grad_enabled():
+            budget //= 2**5  # small parts are faster there; with gradients parts would be made twice
+        chunk = c.latent.code_chunk or max(1, min(len(codes), budget // per_code))
         parts = []
         for some in codes.split(chunk):
             if chunk < len(codes) and torch.is_grad_enabled():  # forget the chunk's activations, make them again

@@ -10,6 +10,7 @@ from typing import Any
 from vmd.config import InvalidInput, require, require_choice
 
 TOKENIZER_FILE = "tokenizer.json"
+TEXT8_NOTE = "note: text is read as text8 has it: lower case, digits spelled out, one space for all else"
 
 
 def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any:
@@ -31,7 +32,7 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     require_choice("--split", split, ("all", *SPLITS))
     if split == "all":
         if isinstance(tokenizer, Text8Tokenizer):
-            say("note: text is read as text8 has it: lower case, digits spelled out, one space for all else")
+            say(TEXT8_NOTE)
         return ArrayData(text_rows(name, tokenizer, model.config.length), name)
     began_elsewhere = bool(saved(folder, "training").get("init")) and not trained.get("tokenizer")
     found: Any = load_data(
@@ -175,6 +176,12 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     length, row = config.length, []
     if tokenizer is None:
         return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
+    from vmd.data.text import Text8Tokenizer, as_text8
+
+    if isinstance(tokenizer, Text8Tokenizer):
+        require("_" not in (prompt or ""), f"--prompt {prompt!r}: _ is no letter of this model: expected --infill for gaps")
+        if any(as_text8(part) != part for part in (prompt or infill or "").split("_")):
+            say(TEXT8_NOTE)
     if prompt is not None:
         row = tokenizer.encode(prompt).tolist()
     require(infill is None or "_" in infill, f"--infill {infill!r}: expected a _ for each gap; --prompt goes on from a text")

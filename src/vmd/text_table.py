@@ -21,7 +21,7 @@ from torch import Tensor
 from vmd.config import InvalidInput, RunConfig, override_all, require, with_new_fields
 from vmd.data import TextData, load_data
 from vmd.data.text import cache_folder
-from vmd.evaluation import rows_per_pass
+from vmd.evaluation import rows_per_pass, rows_per_score
 from vmd.files import make_folder, write_atomically
 from vmd.likelihood import Bits, in_bits, nll_bound
 from vmd.masking import draw_masks
@@ -272,7 +272,7 @@ def step_counts(run: RunConfig) -> list[int]:
 def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
     """Certified bits per character at every number of steps, and the paper's objective, or the bounds that were trained."""
     rows = []
-    chunk = rows_per_pass(model)
+    chunk = rows_per_score(model)
     latent, scored, per_row = model.config.latent, {}, x0.new_zeros(0)
     z = "once" if model.config.z_reaches_later_blocks else "fresh"
     for steps in step_counts(run):
@@ -308,7 +308,7 @@ def objective_nats(model: VMD, x0: Tensor, *, score_entropy: bool = False, draws
     totals = torch.zeros(len(x0), dtype=torch.float64, device=x0.device)
     for _ in range(draws):
         some_totals = []
-        for some in x0.split(rows_per_pass(model)):
+        for some in x0.split(rows_per_score(model)):
             masks = draw_masks(some, model.config.block_size, generator=generator)
             shape = model.latent_shape(len(some))
             noise = None if shape is None else torch.randn(shape, generator=generator, device=x0.device)
