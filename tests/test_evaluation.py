@@ -244,3 +244,16 @@ def test_given_positions_are_given_to_the_sampler_too():
     sampled = next(row["value"] for row in rows if row["metric"] == "accuracy, %" and "rule sample" in row["about"])
     assert close(sampled, 10, 2)
     assert EXACT not in metrics(rows)
+
+
+def test_progress_is_told_within_what_takes_long(monkeypatch):
+    monkeypatch.setattr("vmd.evaluation.rows_per_score", lambda model: 10)
+    told = []
+    data = ArrayData(random_tokens(40, 4).numpy(), "some")
+    evaluate_model(tiny_model(), data, [1, 2], order="random", rows_scored=40, on_part=lambda *now: told.append(now))
+    done = [share for share, _ in told]
+    assert {total for _, total in told} == {3}  # two bounds and the objective
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert done[-1] == 3
+    assert [share for share in done if share < 1] == [0, 0.25, 0.5, 0.75]

@@ -560,8 +560,8 @@ def evaluate(
             say(f"positions {fixed} are given, as in training; --fixed says otherwise")
     with progress_bar(f"vmd evaluate {model}, percent", 100) as update:
 
-        def on_part(done: int, total: int) -> None:
-            update(100 * done // total, f"part {min(done + 1, total)} of {total}")
+        def on_part(done: float, total: int) -> None:
+            update(int(100 * done / total), f"part {min(int(done) + 1, total)} of {total}")
 
         same = {"order": order, "z": z, "rows_scored": rows, "seed": seed, "on_part": on_part}
         if isinstance(loaded_data, SudokuData):

@@ -50,11 +50,11 @@ def evaluate_model(
     rows_scored: int = 2_000,
     seed: int = 0,
     fixed: str = "",
-    on_part: Callable[[int, int], None] = lambda done, total: None,
+    on_part: Callable[[float, int], None] = lambda done, total: None,
 ) -> list[dict]:
     """Rows of {metric, value, stderr, about}. A bound is called a bound, a surrogate a surrogate.
 
-    `on_part(done, total)` is called after each part.
+    `on_part(done, total)` is called after each part, and within those that take long.
     """
     config = model.config
     require(data.length == config.length, f"data of length {data.length}: expected {config.length}, the model's")
@@ -71,9 +71,14 @@ def evaluate_model(
             check(config, count, z, samples)
     given = parse_positions(fixed, config.length, "--fixed")
     parts: list[Callable[[], list[dict]]] = []
+    finished = 0
+
+    def tell(done: int, total: int) -> None:
+        on_part(finished + done / total, len(parts))
+
     for count in steps:
         for samples in draws_of_z:
-            parts.append(partial(certified_row, model, data, count, z, samples, rows_scored, seed, given))
+            parts.append(partial(certified_row, model, data, count, z, samples, rows_scored, seed, given, tell))
         if order != "random" and not config.has_latent and given is None:
             parts.append(partial(confidence_row, model, data, count, order, rows_scored, seed))
     parts.append(partial(objective_rows, model, data, n if isinstance(data, Law) else rows_scored, seed, given))
@@ -81,8 +86,8 @@ def evaluate_model(
         for count in steps:
             parts.append(partial(sample_rows, model, data, count, order, z, n, seed, given))
     rows: list[dict] = []
-    for done, part in enumerate(parts):
-        on_part(done, len(parts))
+    for finished, part in enumerate(parts):
+        on_part(finished, len(parts))
         rows += part()
     on_part(len(parts), len(parts))
     return rows
@@ -180,6 +185,7 @@ def certified_row(
     rows_scored: int,
     seed: int,
     given: Tensor | None,
+    on_rows: Callable[[int, int], None],
 ) -> list[dict]:
     """An upper bound on the bits of the sampler of that many steps in random order."""
     config = model.config
@@ -190,7 +196,8 @@ def certified_row(
     fixed = None if given is None else given.to(model.device)
 
     def score(x0: Tensor) -> Tensor:
-        return nll_bound(model, x0, steps, z=z, samples=samples, fixed=fixed, generator=generator, chunk=chunk)
+        how: dict = {"z": z, "samples": samples, "fixed": fixed, "generator": generator, "chunk": chunk, "on_rows": on_rows}
+        return nll_bound(model, x0, steps, **how)
 
     bits, over = scored_bits(model, data, score, rows_scored, seed, given)
     written = config.blocks if given is None else int((~given).unflatten(0, (config.blocks, -1)).any(-1).sum())

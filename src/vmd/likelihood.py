@@ -65,6 +65,7 @@ def nll_bound(
     generator: torch.Generator | None = None,
     chunk: int = 4_096,
     steps_scored: int = STEPS_SCORED,
+    on_rows: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tensor:
     """(B,): an unbiased draw of an upper bound on -log p(x0 | fixed tokens) in nats, for the sampler of N = steps.
 
@@ -78,7 +79,7 @@ def nll_bound(
     fresh = (z == "fresh" or steps == 1 or not config.has_latent) and not config.z_reaches_later_blocks
     kept = min(steps, steps_scored) if fresh else steps
     rows = max(1, min(chunk // kept, 2**28 // (steps * config.length)))  # the masks of all steps take memory too
-    parts = []
+    parts: list[Tensor] = []
     given = [fixed] * len(x0.split(rows)) if fixed is None or fixed.dim() == 1 else fixed.split(rows)
     for some, known in zip(x0.split(rows), given, strict=True):
         masks = draw_steps(some, config.block_size, (steps,), whole=True, fixed=known, generator=generator)
@@ -94,6 +95,7 @@ def nll_bound(
             nll = marginal_nll(model, some, masks, samples, generator, chunk)
             scored = 1.0 if config.z_reaches_later_blocks else masks.weight.double()  # a full block needs no z
             parts.append((nll * scored).sum(-1))
+        on_rows(min(len(parts) * rows, len(x0)), len(x0))
     return torch.cat(parts)
 
 
