@@ -183,9 +183,11 @@ def test_text8_itself_may_be_read_in_its_own_letters_or_in_those_of_any_text(tmp
     monkeypatch.setenv("VMD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(module.TEXT8_KINDS, "text8", (1_000, (0.9, 0.05, 0.05)))
     (tmp_path / "text8").write_text("the cat sat on the mat and ran off " * 28 + "the cat sat on the m")
-    found = {kind: load_data(str(tmp_path / "text8"), length=8, tokenizer=kind) for kind in ("char", "text8")}
-    assert {kind: data.tokenizer.to_dict()["kind"] for kind, data in found.items()} == {"char": "char", "text8": "text8"}
-    assert torch.equal(*(data.in_order(0, 10) for data in found.values()))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(Text8Tokenizer().to_dict()))
+    asked = {"char": "char", "text8": "text8", Text8Tokenizer(): "text8", str(tmp_path / "tokenizer.json"): "text8"}
+    found = {kind: load_data(str(tmp_path / "text8"), length=8, tokenizer=kind) for kind in asked}
+    assert {kind: data.tokenizer.to_dict()["kind"] for kind, data in found.items()} == asked
+    assert all(torch.equal(data.in_order(0, 10), found["char"].in_order(0, 10)) for data in found.values())
     assert len(list((tmp_path / "cache").iterdir())) == 1  # prepared once
 
 

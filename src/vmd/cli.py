@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -460,7 +460,8 @@ def sample(
             weighed.append(total)
             show_progress(done, total)
 
-        with percent_bar(f"vmd sample {model}") as show_progress:
+        bar = percent_bar(f"vmd sample {model}")  # not where the text is watched
+        with nullcontext(lambda done, total: None) if watch else bar as show_progress:
             drawn = fill_gaps(loaded, torch.tensor(row), max(1, len(mine)), tries=tries, on_progress=tell, **options)
     if watching is not None:
         watching.close()

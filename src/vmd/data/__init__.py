@@ -10,7 +10,7 @@ from vmd.config import require
 from vmd.data.arrays import ArrayData, load_array
 from vmd.data.sudoku import SudokuData, load_puzzles
 from vmd.data.synthetic import LAWS, Law, law
-from vmd.data.text import OnProgress, Text8Tokenizer, TextData, Tokenizer, prepared_text
+from vmd.data.text import OnProgress, Text8Tokenizer, TextData, Tokenizer, load_tokenizer, prepared_text
 from vmd.masking import Rows
 
 
@@ -62,10 +62,12 @@ def load_data(
     if is_text(name):
         told = "text needs a length of its chunks: use a text preset or --set model.length=256 (integers go in an .npy file)"
         require(length > 0, f"{name}: {told}")
+        if isinstance(tokenizer, str) and tokenizer not in ("", "char", "byte"):
+            tokenizer = load_tokenizer(tokenizer)
         folder = prepared_text(name, tokenizer or "char", documents=documents, on_progress=on_progress)
         data = TextData(folder, split, length=length, seed=seed)
-        if tokenizer == "text8":  # of text8 itself, which is kept in letters
-            data.tokenizer = Text8Tokenizer()
+        if isinstance(tokenizer, Text8Tokenizer):  # text8 itself is prepared once, for this tokenizer and for plain letters
+            data.tokenizer = tokenizer
         return data
     require(not tokenizer and not documents, f"{name}: no such text: expected the path of a file or folder, or text8")
     require("/" not in name, f"{name}: no such file: expected an .npy array of integers, or text")

@@ -675,11 +675,7 @@ def prepared_text(
     if isinstance(tokenizer, str) and tokenizer not in ("char", "byte"):
         tokenizer = load_tokenizer(tokenizer)
     what = tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer.to_dict())
-    letters = what in (
-        "char",
-        "text8",
-        *(json.dumps(t.to_dict()) for t in (CharTokenizer(TEXT8_ALPHABET), Text8Tokenizer())),
-    )
+    letters = what in ("char", *(json.dumps(t.to_dict()) for t in (CharTokenizer(TEXT8_ALPHABET), Text8Tokenizer())))
     if name == "text8" and not source.exists():
         return text8(cache=cache, on_progress=on_progress)
     if letters and source.is_file() and not documents and source.name.split(".")[0] in TEXT8_KINDS:
