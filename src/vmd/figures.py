@@ -267,14 +267,19 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
 
 
 def look_of_system(run: dict) -> dict:
-    """Colour: what makes tokens agree. Marker: the size of blocks. Dashes: another objective than others of its colour."""
+    """Colour: what makes tokens agree. Marker: the size of blocks, hollow if trained for one number of steps alone.
+
+    Dashes: another objective than others of its colour; dots: a wider network.
+    """
     model, objective = run["model"], run["objective"]
     latent, r = model["latent"], model["block_size"]
     colours = {"categorical": "tab:blue", "chain": "tab:cyan", "gaussian": "tab:red" if latent["on_clean"] else "tab:orange"}
     colour = "tab:green" if model["draft"] else colours.get(latent["kind"], "black" if r == 1 else "tab:gray")
     marker = {1: "*", 4: "o", 8: "s", 16: "D"}.get(r, "^")
-    other = objective["masking"] == "steps" or objective["score_entropy"]
-    return {"color": colour, "marker": marker, "markersize": 8 if r == 1 else 4, "linestyle": "--" if other else "-"}
+    look = {"color": colour, "marker": marker, "markersize": 8 if r == 1 else 4}
+    if objective["masking"] == "steps":
+        return look | {"linestyle": "", "markersize": 7, "fillstyle": "none"}
+    return look | {"linestyle": "--" if objective["score_entropy"] else ":" if model["mlp_ratio"] != 4 else "-"}
 
 
 def draw_text(results: dict, path: Path) -> Path:
@@ -315,7 +320,7 @@ def draw_text(results: dict, path: Path) -> Path:
                 axis.axhline(results["test_text"][metric], color=INK, linestyle="--", linewidth=1, label="the test text")
             axis.set_xscale("log", base=10 if by_speed else 2)
             axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-            axis.xaxis.set_minor_formatter(lambda x, _: f"{x:,.0f}" if f"{x:.0e}"[0] in "235" else "")
+            axis.xaxis.set_minor_formatter(lambda x, _: f"{x:,.0f}" if f"{x:.0e}"[0] in "25" else "")
             axis.set_xlabel(across[by_speed])
             axis.set_ylabel(label)
             axis.grid(color=GRID)
