@@ -7,6 +7,7 @@ Every system is trained in a folder of its own and goes on from its checkpoints;
 import functools
 import hashlib
 import json
+import lzma
 import math
 import time
 from collections.abc import Callable
@@ -64,7 +65,7 @@ class System:
     added_to: str = ""  # a system whose weights stay as they are: only what is new learns
 
 
-SAMPLES_FILE = "samples.jsonl"
+SAMPLES_FILE = "samples.jsonl.xz"  # small enough to be kept with the results, so that another judge can read them
 BY_COUNTS = ("objective.together=0",)
 ONE_STEP = (*BY_COUNTS, "objective.masking=steps", "objective.steps=1")
 
@@ -175,6 +176,7 @@ class Budget:
     draws: int  # samples of each way
     iwae: int
     split: str = "test"
+    steps_scored: int = 64  # of a bound with more: a row of one block has as many as it has characters
 
 
 FULL = Budget(256, ("training.steps=6000",), ("model.width=512",), 2_000, 1_000, 16)
@@ -198,6 +200,7 @@ QUICK = Budget(
     200,
     50,
     4,
+    steps_scored=8,
 )
 SHORT = ("training.steps=600", "training.warmup_steps=100", "training.ema=0.99")
 SCAN_FULL = Budget(256, SHORT, (), 1_000, 0, 8, "validation")
@@ -269,16 +272,18 @@ def step_counts(run: RunConfig) -> list[int]:
     return sorted({count for count in (*few, *trained, r) if 1 <= count <= r})
 
 
-def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
+def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> list[dict]:
     """Certified bits per character at every number of steps, and the paper's objective, or the bounds that were trained."""
     rows = []
     chunk = rows_per_score(model)
     latent, scored, per_row = model.config.latent, {}, x0.new_zeros(0)
     z = "once" if model.config.z_reaches_later_blocks else "fresh"
     for steps in step_counts(run):
-        samples = iwae if latent.kind == "gaussian" else 1
+        samples = budget.iwae if latent.kind == "gaussian" else 1
         generator = torch.Generator(x0.device).manual_seed(0)
-        per_row = nats = nll_bound(model, x0, steps, z=z, samples=samples, chunk=chunk, generator=generator)
+        per_row = nats = nll_bound(
+            model, x0, steps, z=z, samples=samples, chunk=chunk, generator=generator, steps_scored=budget.steps_scored
+        )
         scored[steps] = bits = in_bits(nats, x0.shape[1])
         setting = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "rule": "sample", "n": len(x0)}
         setting |= {"z": z if model.config.has_latent else "none", "iwae": samples}
@@ -287,7 +292,8 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, iwae: int) -> list[dict]:
         over = [scored[steps] for steps in run.objective.steps]
         value = Bits(sum(b.value for b in over) / len(over), sum(b.stderr or 0.0 for b in over) / len(over))
     else:
-        totals = objective_nats(model, x0, score_entropy=run.objective.score_entropy)
+        draws = 4 if model.config.blocks > 1 else budget.steps_scored  # a mask of one block says little of the others
+        totals = objective_nats(model, x0, score_entropy=run.objective.score_entropy, draws=draws)
         value, apart = in_bits(totals, x0.shape[1]), in_bits(totals - per_row, x0.shape[1])
     surrogate = not model.config.bounded_by_counts and run.objective.masking != "steps"
     name = "surrogate" if surrogate else "own_bound"
@@ -349,7 +355,7 @@ def sample_rows(
             found = known(text_quality(texts, reference, words)) | {"characters_per_second": tokens.numel() / seconds}
             rows += [{"setting": setting, "metric": m, "value": v, "stderr": None} for m, v in found.items()]
             kept += [json.dumps({"setting": setting, "text": text}) for text in texts]
-    write_atomically(folder / SAMPLES_FILE, "".join(line + "\n" for line in kept))
+    write_atomically(folder / SAMPLES_FILE, lzma.compress("".join(line + "\n" for line in kept).encode()))
     return rows
 
 
@@ -358,12 +364,12 @@ def judged_rows(judge: VMD, data: TextData, folder: Path) -> list[dict]:
     path = folder / SAMPLES_FILE
     drawn: dict[str, list[Tensor]] = {}
     try:
-        for line in path.read_text().splitlines():
+        for line in lzma.decompress(path.read_bytes()).decode().splitlines():
             sample = json.loads(line)
             tokens = torch.from_numpy(data.tokenizer.encode(sample["text"])).long()
             require(len(tokens) == data.length, "a sample of another length")
             drawn.setdefault(json.dumps(sample["setting"]), []).append(tokens)
-    except (ValueError, KeyError, TypeError, AttributeError, InvalidInput):
+    except (lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError, InvalidInput):
         raise InvalidInput(f"{path}: expected samples as `vmd reproduce text` keeps them") from None
     rows = []
     for setting, some in drawn.items():
@@ -452,7 +458,7 @@ def reproduce_text(
         sampled = budget.draws > 0 and not system.judge
         known_words = words() if sampled else set()
         started = time.perf_counter()
-        rows = bits_rows(model, run, x0, budget.iwae)
+        rows = bits_rows(model, run, x0, budget)
         if sampled:
             rows += sample_rows(model, run, tested, reference, known_words, budget.draws, folder_of(out, system))
         about["measuring_seconds"] = time.perf_counter() - started
