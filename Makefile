@@ -18,6 +18,7 @@ readme: .venv/ready
 	$(BIN)/vmd report --readme docs/likelihood.md
 	$(BIN)/vmd report --readme docs/performance.md
 	$(BIN)/vmd report --readme docs/sudoku.md
+	$(BIN)/vmd report --readme docs/text.md
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "vmd needs Python 3.11 or newer: set PYTHON=..."; exit 2; }

@@ -59,7 +59,23 @@ def test_systems_made_in_several_goes_say_so_each():
     assert provenance(about | {"systems": {"a": one}}) == alone
     assert provenance(about | {"systems": {"a": {}}}) == "`vmd`: loom, 12 s of training and measuring, one seed a row.\n"
     assert provenance(about | {"systems": {"a": one, "b": two, "c": one}}) == (
-        "`vmd reproduce sudoku --only a`: abacus (a; c).\n`vmd reproduce sudoku --only b`: slide rule (b).\n"
+        "`vmd reproduce sudoku --only SYSTEM`: abacus (a; c).\n`vmd reproduce sudoku --only SYSTEM`: slide rule (b).\n"
+        "Together 12 s of training and measuring, one seed a row.\n"
+    )
+
+
+def test_commands_that_differ_in_their_systems_are_one():
+    """However these are quoted; the others stay apart."""
+    machine = {"hardware": {"name": "abacus"}}
+    about = {"command": "vmd", "hardware": {"name": "loom"}, "seconds": 12.3, "seeds": [0]}
+    first, second, third = (
+        {"command": f"vmd reproduce text {words}"} | machine
+        for words in ("--only AR --resume", """--only 'the paper'"'"'s VMD, r = 4' --only SEDD --resume""", "--device cpu")
+    )
+    told = provenance(about | {"systems": {"AR": first, "VMD": second}})
+    assert told == "`vmd reproduce text --resume --only SYSTEM`: abacus, 12 s of training and measuring, one seed a row.\n"
+    assert provenance(about | {"systems": {"AR": first, "VMD": second, "MDLM": third}}) == (
+        "`vmd reproduce text --resume --only SYSTEM`: abacus (AR; VMD).\n`vmd reproduce text --device cpu`: abacus (MDLM).\n"
         "Together 12 s of training and measuring, one seed a row.\n"
     )
 

@@ -25,7 +25,7 @@ from vmd.likelihood import in_bits, nll_bound
 from vmd.model import VMD
 from vmd.report import section
 from vmd.systems import is_of, read_done, training_seconds
-from vmd.tables import render, text_bits_table, text_samples_table, text_tables
+from vmd.tables import render, text_bits_table, text_samples_table, text_summary, text_tables
 from vmd.text_quality import Quality, judged_bits, text_quality
 from vmd.text_table import (
     FULL,
@@ -302,6 +302,26 @@ def test_what_was_trained_is_called_a_surrogate_with_z_and_a_bound_without(whole
         if "for one step" in name:  # the certified bits themselves
             bits = {r["setting"]["steps"]: r["value"] for r in rows_of(whole.results, name) if r["metric"] == "bits"}
             assert close(row["value"], bits[1])
+
+
+def test_the_summary_compares_blocks_of_any_size_by_evaluations(whole):
+    """Each cell is the bits and words of its own row; a system for one step stands where it was trained alone."""
+    headers, lines = text_summary(whole.results)
+    counts = [int(header.removesuffix(" evaluations")) for header in headers[3:]]
+    assert counts == sorted(set(counts))
+    assert [line[0] for line in lines] == [name for name in NAMES if name != JUDGE]
+    for name, _, _, *cells in lines:
+        rows = [r for r in rows_of(whole.results, name) if r["setting"].get("rule") == "sample"]
+        steps = {r["setting"]["steps"] for r in rows if r["metric"] == "bits"}
+        steps = {1} if "for one step" in name else steps
+        by_evaluations = {steps_ * LENGTH // whole.results["systems"][name]["block"]: steps_ for steps_ in steps}
+        for nfe, cell in zip(counts, cells, strict=True):
+            assert bool(cell) is (nfe in by_evaluations)
+            if cell:
+                of = {r["metric"]: r for r in rows if r["setting"]["steps"] == by_evaluations[nfe]}
+                parts = cell.split(" · ")
+                assert abs(float(parts[0].split(" ± ")[0]) - of["bits"]["value"]) < 6e-4
+                assert parts[1:] == ([f"{of['real_words']['value']:.1f} %"] if "real_words" in of else [])
 
 
 def objective_bits(model: VMD, **how):

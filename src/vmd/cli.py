@@ -136,7 +136,7 @@ def reproduce(
         bits = "certified bits per character of the"
         titles = {
             "sudoku": "logic puzzles solved, %, argmax",
-            "text": f"{bits} test text",
+            "text": f"{bits} test text, and real words of samples",
             "text-scan": f"{bits} validation text",
         }
         print_table(*summary_table(results), title=f"{name}: {titles[name]}")

@@ -12,7 +12,7 @@ from typing import Any
 from vmd.config import InvalidInput
 from vmd.files import write_atomically
 from vmd.report import read_results
-from vmd.tables import best_bits, data_name, find, plain_rows, sorted_places
+from vmd.tables import as_trained, best_bits, data_name, find, plain_rows, sorted_places
 
 INK, GRID = "#222222", "#dddddd"
 SHADES = ("#1f5fa8", "#e8a33d", "#7a4fa3", "#c0504d", "#5b8c5a")
@@ -291,13 +291,7 @@ def draw_text(results: dict, path: Path) -> Path:
     panels = [("bits", "certified bits per character"), ("real_words", "real words, %"), ("judged_bits", "judge's bits")]
     present = {row["metric"] for row in results["rows"]}
     panels = [panel for panel in panels if panel[0] in present]
-    aims = {name: run["objective"] for name, run in results["configurations"].items()}
-    rows = [
-        row
-        for row in results["rows"]
-        if row["setting"].get("rule") == "sample"
-        and (aims[row["system"]]["masking"] != "steps" or row["setting"]["steps"] in aims[row["system"]]["steps"])
-    ]
+    rows = as_trained(results)
     names = [name for name, about in results["systems"].items() if not about["judge"]]
     values = {(row["system"], row["metric"], row["setting"]["nfe"]): row["value"] for row in rows}
     length = next(iter(results["configurations"].values()))["model"]["length"]

@@ -43,7 +43,7 @@ def section(folder: Path, name: str, readme: Path) -> str:
     if name.startswith("bench"):
         return bench_section(folder / name)
     runs = load_results(folder, name)
-    text = to_markdown(*(summary_table(runs[0]) if name in WITH_OWN_TABLES else merged_table(runs))) + "\n"
+    text = to_markdown(*(summary_table(runs[0]) if runs[0]["name"] in WITH_OWN_TABLES else merged_table(runs))) + "\n"
     for run in runs:
         text += provenance(run)
     where = Path(os.path.relpath(folder / name, readme.parent)).as_posix()

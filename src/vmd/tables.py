@@ -1,5 +1,6 @@
 """Results as tables: one structure (headers, rows of text), shown as markdown or in the terminal. Imports no torch."""
 
+import shlex
 from collections.abc import Sequence
 
 Table = tuple[list[str], list[list[str]]]
@@ -50,9 +51,9 @@ def printed(rows: list[dict], **wanted) -> str:
 
 
 def summary_table(results: dict) -> Table:
-    """Of one run: see `merged_table`; of the ablations, the certified bits; of Sudoku, the paper's table."""
+    """Of one run: see `merged_table`; of the ablations, certified bits; of Sudoku, the paper's table; of text, by NFE."""
     special = {"ablations": bits_table, "heads": heads_table, "sudoku": sudoku_table}
-    special |= {"text": text_bits_table, "text-scan": text_bits_table}
+    special |= {"text": text_summary, "text-scan": text_bits_table}
     return special[results["name"]](results) if results["name"] in special else merged_table([results])
 
 
@@ -115,16 +116,27 @@ def provenance(results: dict) -> str:
     effort = "for everything" if "systems" not in results else "of training and measuring"
     told = "one seed a row" if "systems" in results else f"{seeds} seed{'s' if seeds > 1 else ''}"
     rest = f"{results['seconds']:.0f} s {effort}, {told}."
+    systems = results.get("systems", {})
+    commands = {name: about.get("command", results["command"]) for name, about in systems.items()}
+    if len(set(commands.values())) > 1:
+        commands = {name: of_one_system(command) for name, command in commands.items()}
     made: dict[tuple[str, str], list[str]] = {}
-    for name, about in results.get("systems", {}).items():
-        origin = (about.get("command", results["command"]), about.get("hardware", results["hardware"])["name"])
-        made.setdefault(origin, []).append(name)
+    for name, about in systems.items():
+        machine = about.get("hardware", results["hardware"])["name"]
+        made.setdefault((commands[name], machine), []).append(name)
     if len(made) < 2:
         ((command, machine),) = made or [(results["command"], results["hardware"]["name"])]
         return f"`{command}`: {machine}, {rest}\n"
     return "".join(f"`{command}`: {machine} ({'; '.join(names)}).\n" for (command, machine), names in made.items()) + (
         f"Together {rest}\n"
     )
+
+
+def of_one_system(command: str) -> str:
+    """A command of some systems of a table as one for any of them: results.json has which they were."""
+    words = shlex.split(command)
+    kept = [word for before, word in zip(["", *words], words, strict=False) if "--only" not in (before, word)]
+    return command if kept == words else f"{shlex.join(kept)} --only SYSTEM"
 
 
 def ablation_tables(results: dict) -> list[tuple[str, Table]]:
@@ -363,9 +375,43 @@ def text_tables(results: dict) -> list[tuple[str, Table]]:
     if results["name"] == "text-scan":
         return [("Certified bits per character of the validation text", text_bits_table(results))]
     return [
+        ("Certified bits per character of the test text, and real words of samples, by evaluations", text_summary(results)),
         ("Certified bits per character of the test text", text_bits_table(results)),
         ("Samples at temperature 1, random order", text_samples_table(results)),
     ]
+
+
+def as_trained(results: dict) -> list[dict]:
+    """Rows of sampled tokens; of a system that was trained for one number of steps, at that number alone."""
+    aims = {name: run["objective"] for name, run in results["configurations"].items()}
+    return [
+        row
+        for row in results["rows"]
+        if row["setting"].get("rule") == "sample"
+        and (aims[row["system"]]["masking"] != "steps" or row["setting"]["steps"] in aims[row["system"]]["steps"])
+    ]
+
+
+def model_size(about: dict) -> str:
+    counts = about["parameters"]
+    size = f"{(counts['backbone'] + counts['pathway']) / 1e6:.1f} M"
+    return size + (f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else "")
+
+
+def text_summary(results: dict) -> Table:
+    """Systems with blocks of any size compare by evaluations of the network for a row of text."""
+    rows = as_trained(results)
+    names = [name for name, about in results["systems"].items() if not about["judge"]]
+    counts = sorted({row["setting"]["nfe"] for row in rows if row["metric"] == "bits" and row["system"] in names})
+    lines = []
+    for name in names:
+        about, cells = results["systems"][name], []
+        for nfe in counts:
+            bits, words = (find(rows, system=name, metric=metric, nfe=nfe) for metric in ("bits", "real_words"))
+            parts = [] if bits is None else [number(bits["value"], 3, bits["stderr"])]
+            cells.append(" · ".join(parts + ([] if words is None else [f"{words['value']:.1f} %"])))
+        lines.append([name, model_size(about), f"{about['training_seconds'] / 60:.1f}", *cells])
+    return ["system", "parameters", "minutes", *(f"{nfe} evaluations" for nfe in counts)], lines
 
 
 def text_bits_table(results: dict) -> Table:
@@ -390,15 +436,12 @@ def text_bits_table(results: dict) -> Table:
             apart = find(rows, system=name, metric="surrogate_apart")
             told = "" if apart is None else f", {apart['value']:+.4f} ± {apart['stderr'] or 0:.4f} of N = r"
             trained = f"{surrogate['value']:.4f} (surrogate{told})"
-        counts = about["parameters"]
-        size = f"{(counts['backbone'] + counts['pathway']) / 1e6:.1f} M"
-        size += f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else ""
         whole = "" if everything is None else number(everything["value"], 4, everything["stderr"])
         perplexity = "" if everything is None else f"{2 ** everything['value']:.3f}"
         seen = f"{about['characters'] / 1e6:.0f} M"
         carried = "" if about.get("latent_kl") is None else f"{about['latent_kl']:.2g}"
         minutes = f"{about['training_seconds'] / 60:.1f}"
-        lines.append([name, size, seen, minutes, str(r), whole, perplexity, *cells, carried, trained])
+        lines.append([name, model_size(about), seen, minutes, str(r), whole, perplexity, *cells, carried, trained])
     steps = ["N = r", "perplexity", "N = 1", "N = 2", "N = 4"]
     headers = ["system", "parameters", "characters seen", "minutes", "r", *steps, "KL of z, nats a block", "objective"]
     return headers, lines
