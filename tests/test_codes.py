@@ -570,7 +570,7 @@ def test_by_place_against_a_loop(z_config):
 
 def test_codes_fit_the_budget_whatever_the_vocabulary(monkeypatch):
     """The output layers of all places are made for some codes at a time, like logits."""
-    monkeypatch.setattr("vmd.network.largest_tensor", lambda device: 8 * 2 * 5 * 4 * 16)
+    monkeypatch.setattr("vmd.codes.largest_tensor", lambda device: 8 * 2 * 5 * 4 * 16)
     model, made = tiny_model(4, 4, z=codes(7, by_place=True)), []
     logits = model.decoder._logits_of_codes
     monkeypatch.setattr(model.decoder, "_logits_of_codes", lambda h, some: made.append(len(some)) or logits(h, some))

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from vmd.attention import KVCache
+from vmd.codes import CodeDecoder, CodeFeatures
 from vmd.config import InvalidInput, ModelConfig, from_dict, require, to_dict
 from vmd.data import Dataset
 from vmd.files import make_folder, read_json, read_tensors, write_atomically, write_tensors
 from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import Masks
-from vmd.network import CodeFeatures, Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
+from vmd.network import Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
 from vmd.objective import (
     ChainCodes,
     Codes,
@@ -52,7 +53,7 @@ class VMD(nn.Module):
         require(config.length > 0, f"model.length={config.length}: expected at least 1")
         config = config.resolved(config.length, config.vocab_size)
         self.config = config
-        self.decoder = Decoder(config)
+        self.decoder = CodeDecoder(config) if config.latent.coded else Decoder(config)
         gaussian = config.latent.kind == "gaussian"
         encoder = Encoder if config.latent.encoder_layers else NoEncoder
         self.encoder = encoder(config) if gaussian else None
@@ -73,6 +74,11 @@ class VMD(nn.Module):
     def device(self) -> torch.device:
         return self.decoder.head.weight.device
 
+    @property
+    def coder(self) -> CodeDecoder:
+        assert isinstance(self.decoder, CodeDecoder), "this model has no codes"
+        return self.decoder
+
     def encode(self, x0: Tensor, mask: Tensor, target: Tensor | None = None) -> Gaussian:
         """q(z^b | x0^{<=b}, xt^b) for every block; of the masked tokens it may see the targets (default: all)."""
         assert self.encoder is not None, "this model has no encoder"
@@ -81,7 +87,7 @@ class VMD(nn.Module):
     def prior(self, xt: Tensor, x0: Tensor) -> Gaussian | Categorical | CodeChain:
         """p(z^b | xt^b, x0^{<b}) for every block: N(0, I) unless it is learned."""
         if self.config.latent.coded:
-            return self.decoder.code_features(xt, x0).prior
+            return self.coder.code_features(xt, x0).prior
         return self.gaussian_prior(xt, x0)
 
     def gaussian_prior(self, xt: Tensor, x0: Tensor) -> Gaussian:
@@ -95,7 +101,7 @@ class VMD(nn.Module):
 
     def codes(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes | ChainCodes:
         """Prior and likelihood of the targets under every code, (B, blocks, K) each."""
-        return self.decoder.code_scores(xt, x0, target)
+        return self.coder.code_scores(xt, x0, target)
 
     def forward(
         self,
@@ -112,7 +118,7 @@ class VMD(nn.Module):
         if together:
             if self.config.draft:
                 return draft_objective_together(self.denoise, x0, masks, self.mask_id, together)
-            return code_objective_together(self.decoder.code_scores_twice, x0, masks, self.mask_id, together)
+            return code_objective_together(self.coder.code_scores_twice, x0, masks, self.mask_id, together)
         if self.config.latent.coded:
             return code_objective(self.codes, x0, masks, self.mask_id)
         return objective(
@@ -347,13 +353,13 @@ class Predictor:
         return self.model.gaussian_prior(canvas, canvas)
 
     def _code_features(self, canvas: Tensor) -> CodeFeatures:
-        return self.model.decoder.code_features(canvas, canvas)
+        return self.model.coder.code_features(canvas, canvas)
 
     def _code_logits(self, features: CodeFeatures, z: Tensor) -> Tensor:
-        return self._of_block(self.model.decoder.code_logits(features, z.long()))
+        return self._of_block(self.model.coder.code_logits(features, z.long()))
 
     def _marginal(self, features: CodeFeatures) -> Tensor:
-        return self._of_block(self.model.decoder.code_marginals(features))
+        return self._of_block(self.model.coder.code_marginals(features))
 
 
 class CachedPredictor(Predictor):
@@ -442,13 +448,13 @@ class CachedPredictor(Predictor):
         return Gaussian(*(part[:, -1:] for part in found))
 
     def _code_features(self, canvas: Tensor) -> CodeFeatures:
-        return self.model.decoder.code_block_features(self._tokens(canvas, self.cache), self.cache, clean=self.joined)
+        return self.model.coder.code_block_features(self._tokens(canvas, self.cache), self.cache, clean=self.joined)
 
     def _code_logits(self, features: CodeFeatures, z: Tensor) -> Tensor:
-        return self.model.decoder.code_logits(features, z.index_select(1, self.block).long())
+        return self.model.coder.code_logits(features, z.index_select(1, self.block).long())
 
     def _marginal(self, features: CodeFeatures) -> Tensor:
-        return self.model.decoder.code_marginals(features)
+        return self.model.coder.code_marginals(features)
 
 
 RECORDED = 16  # steps of a batch from which on recording them pays
