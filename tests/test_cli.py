@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from command import TINY, refused, save_rows, settings, succeeds, vmd
 from vmd import cli, terminal
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict
-from vmd.data.text import CharTokenizer
+from vmd.data.tokenizers import CharTokenizer
 
 COMMANDS = {command.name: command for command in typer.main.get_command(cli.app).commands.values()}
 

@@ -12,7 +12,7 @@ from vmd.config import ObjectiveConfig, RunConfig, override_all
 from vmd.data import ArrayData, load_data
 from vmd.data.sudoku import SudokuData, draw_puzzles
 from vmd.data.synthetic import law
-from vmd.data.text import Text8Tokenizer
+from vmd.data.tokenizers import Text8Tokenizer
 from vmd.ensemble import Ensemble
 from vmd.infilling import infill
 from vmd.model import VMD

@@ -9,7 +9,7 @@ import torch
 
 from command import refused, settings, succeeds
 from vmd.cli import model_tokenizer
-from vmd.data.text import TEXT8_ALPHABET, CharTokenizer
+from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
 

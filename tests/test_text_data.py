@@ -27,19 +27,15 @@ from helpers import tiny_config
 from vmd.config import InvalidInput, RunConfig, override_all
 from vmd.data import load_data
 from vmd.data import text as module
-from vmd.data.text import (
-    SPLITS,
+from vmd.data.text import SPLITS, TextData, prepare_text, text8, text_rows
+from vmd.data.tokenizers import (
     TEXT8_ALPHABET,
     ByteTokenizer,
     CharTokenizer,
     JsonTokenizer,
     Text8Tokenizer,
-    TextData,
     as_text8,
     load_tokenizer,
-    prepare_text,
-    text8,
-    text_rows,
     tokenizer_from_dict,
 )
 from vmd.files import claimed

@@ -16,7 +16,8 @@ TEXT8_NOTE = "note: text is read as text8 has it: lower case, digits spelled out
 def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any:
     """A law, an array, or text in the model's own tokens: all of it, or a split of what the model was trained on."""
     from vmd.data import ArrayData, is_text, load_data
-    from vmd.data.text import SPLITS, CharTokenizer, Text8Tokenizer, text_rows
+    from vmd.data.text import SPLITS, text_rows
+    from vmd.data.tokenizers import CharTokenizer, Text8Tokenizer
 
     tokenizer = model_tokenizer(folder)
     if tokenizer is None and is_text(name) and not model.config.board and not saved_data(folder).get("puzzles"):
@@ -51,7 +52,7 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
 
 def model_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model of text, None for others."""
-    from vmd.data.text import tokenizer_from_dict
+    from vmd.data.tokenizers import tokenizer_from_dict
     from vmd.files import read_json
 
     path = folder / TOKENIZER_FILE
@@ -176,7 +177,7 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     length, row = config.length, []
     if tokenizer is None:
         return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
-    from vmd.data.text import Text8Tokenizer, as_text8
+    from vmd.data.tokenizers import Text8Tokenizer, as_text8
 
     if isinstance(tokenizer, Text8Tokenizer):
         require("_" not in (prompt or ""), f"--prompt {prompt!r}: _ is no letter of this model: expected --infill for gaps")

@@ -10,7 +10,8 @@ from vmd.config import require
 from vmd.data.arrays import ArrayData, load_array
 from vmd.data.sudoku import SudokuData, load_puzzles
 from vmd.data.synthetic import LAWS, Law, law
-from vmd.data.text import OnProgress, Text8Tokenizer, TextData, Tokenizer, load_tokenizer, prepared_text
+from vmd.data.text import OnProgress, TextData, prepared_text
+from vmd.data.tokenizers import Text8Tokenizer, Tokenizer, load_tokenizer
 from vmd.masking import Rows
 
 

@@ -1,10 +1,9 @@
-"""Text: tokenizers, shards of token ids that are made once and memory-mapped, and chunks of them to train on."""
+"""Text: shards of token ids that are made once and memory-mapped, and chunks of them to train on."""
 
 import codecs
 import contextlib
 import gzip
 import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -18,11 +17,10 @@ import zipfile
 import zlib
 from array import array
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -30,245 +28,32 @@ from torch import Tensor
 
 from vmd.config import InvalidInput, require, require_choice, require_range
 from vmd.data.arrays import ON_DEVICE, EpochOrder
+from vmd.data.tokenizers import (
+    TEXT8_ALPHABET,
+    CharTokenizer,
+    Text8Tokenizer,
+    Tokenizer,
+    code_points,
+    id_type,
+    load_tokenizer,
+    named,
+    one_line,
+    tokenizer_from_dict,
+)
 from vmd.files import claimed, make_folder, read_json, write_atomically
 from vmd.masking import Rows, send
 
 FORMAT = "vmd-text-1"
 SPLITS = ("train", "validation", "test")
-VOCAB_LIMIT = 65_536
 READ_BYTES = 2**22  # of text held at a time
 PIECE = 2**16  # characters encoded at a time, up to twice as many
 AGAIN = "delete the folder and prepare the text again"
 
 TEXT8_URL = "http://mattmahoney.net/dc/text8.zip"
-TEXT8_ALPHABET = " abcdefghijklmnopqrstuvwxyz"  # id 0 is the space, 1 to 26 are a to z
 # Each name stands for one length and one split: figures on other texts are not figures on these.
 TEXT8_KINDS = {"text8": (100_000_000, (0.9, 0.05, 0.05)), "text8-70M": (70_000_000, (0.95, 0.025, 0.025))}
 
 OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
-
-
-# Tokenizers
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back. `symbols` names each id in print; `to_dict` is all that `tokenizer_from_dict` needs."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def symbols(self) -> tuple[str, ...]: ...
-    def encode(self, text: str | bytes) -> np.ndarray: ...
-    def decode(self, ids: Any) -> str: ...
-    def to_dict(self) -> dict: ...
-
-
-class CharTokenizer:
-    """One id per character, in the order of the alphabet."""
-
-    def __init__(self, alphabet: str):
-        require(len(alphabet) > 0, "tokenizer char: an empty alphabet: expected at least one character")
-        require(
-            len(alphabet) <= VOCAB_LIMIT,
-            f"tokenizer char: {len(alphabet)} different characters: expected at most {VOCAB_LIMIT}: byte has no such limit",
-        )
-        common, times = Counter(alphabet).most_common(1)[0]
-        require(times == 1, f"tokenizer char: {common!r} is {times} times in the alphabet: expected different characters")
-        points = _code_points(alphabet)
-        lone = (points >= 0xD800) & (points < 0xE000)
-        require(not lone.any(), "tokenizer char: half a surrogate pair in the alphabet: expected whole characters")
-        self.alphabet, self.vocab_size = alphabet, len(alphabet)
-        self.expected = f"expected one of the {len(alphabet)} characters of the alphabet"
-        self.symbols = tuple(c if c.isprintable() else c.encode("unicode_escape").decode() for c in alphabet)
-        self._points = points
-        self._ids = np.full(int(points.max()) + 2, -1, dtype=np.int32)  # the last entry: whatever is beyond the alphabet
-        self._ids[points] = np.arange(len(points))
-
-    def outside(self, text: str) -> int:
-        """The position of the first character outside the alphabet, or -1."""
-        missing = self._look_up(text) < 0
-        return int(missing.argmax()) if missing.any() else -1
-
-    def _look_up(self, text: str) -> np.ndarray:
-        return self._ids[np.minimum(_code_points(text), len(self._ids) - 1)]
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        text = _as_text(text)
-        if (position := self.outside(text)) >= 0:
-            raise InvalidInput(f"{_named(text[position])} at position {position}: {self.expected}")
-        return self._look_up(text).astype(_id_type(self.vocab_size))
-
-    def decode(self, ids: Any) -> str:
-        return self._points[_checked_ids(ids, self.vocab_size)].tobytes().decode("utf-32-le")
-
-    def to_dict(self) -> dict:
-        return {"kind": "char", "alphabet": self.alphabet}
-
-
-class Text8Tokenizer(CharTokenizer):
-    """The letters of text8 for any text, read as text8 has it: lower case, digits spelled out, one space for all else."""
-
-    def __init__(self) -> None:
-        super().__init__(TEXT8_ALPHABET)
-
-    def outside(self, text: str) -> int:
-        return -1
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        return super().encode(as_text8(_as_text(text)))
-
-    def to_dict(self) -> dict:
-        return {"kind": "text8"}
-
-
-def as_text8(text: str) -> str:
-    """By the rule of text8's maker (Mahoney 2011); letters with accents are no letters."""
-    digits = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    capitals = dict(zip(map(ord, "ABCDEFGHIJKLMNOPQRSTUVWXYZ"), TEXT8_ALPHABET[1:], strict=True))
-    spelled = text.translate(capitals | {ord(str(digit)): f" {name} " for digit, name in enumerate(digits)})
-    return re.sub("[^a-z]+", " ", spelled)
-
-
-class ByteTokenizer:
-    """One id per byte of UTF-8. Bytes that are no UTF-8, as a model may write, decode to the replacement character."""
-
-    vocab_size = 256
-    symbols = tuple(chr(b) if 32 <= b < 127 else f"\\x{b:02x}" for b in range(256))
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        if isinstance(text, str):
-            text = _as_bytes(text)
-        return np.frombuffer(text, dtype=np.uint8).copy()
-
-    def decode(self, ids: Any) -> str:
-        return _checked_ids(ids, 256).astype(np.uint8).tobytes().decode(errors="replace")
-
-    def to_dict(self) -> dict:
-        return {"kind": "byte"}
-
-
-class JsonTokenizer:
-    """A tokenizer of the `tokenizers` package, from the text of its JSON file."""
-
-    def __init__(self, text: str, name: str = "tokenizer"):
-        try:
-            package = importlib.import_module("tokenizers")
-        except ImportError:
-            raise InvalidInput(f"{name}: expected the package `tokenizers` to read it: pip install tokenizers") from None
-        try:
-            self._tokenizer = package.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises nothing more precise
-            raise InvalidInput(f"{name}: expected the JSON of a tokenizer: {_one_line(error)}") from None
-        self._tokenizer.no_truncation()  # a file may ask for either: here every token of the text is wanted, and no other
-        self._tokenizer.no_padding()
-        names = {number: token for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items()}
-        require(bool(names), f"{name}: an empty vocabulary: expected at least one token")
-        self.vocab_size = max(names) + 1
-        require(self.vocab_size <= VOCAB_LIMIT, f"{name}: {self.vocab_size} tokens: expected at most {VOCAB_LIMIT}")
-        self.symbols = tuple(names.get(number, f"<{number}>") for number in range(self.vocab_size))
-        self._text = text
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        text = _as_text(text if isinstance(text, bytes) else _as_bytes(text))  # the package takes whole characters only
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, dtype=_id_type(self.vocab_size))
-
-    def decode(self, ids: Any) -> str:
-        return str(self._tokenizer.decode(_checked_ids(ids, self.vocab_size).tolist(), skip_special_tokens=False))
-
-    def to_dict(self) -> dict:
-        return {"kind": "json", "json": self._text}
-
-
-def load_tokenizer(name: str | Path, alphabet: str = "") -> Tokenizer:
-    """`char` with its alphabet, `text8`, `byte`, or the path of a JSON file: of the `tokenizers` package, or of a model."""
-    if name in ("byte", "text8"):
-        return tokenizer_from_dict({"kind": str(name)})
-    if name == "char":
-        require(bool(alphabet), "tokenizer 'char': expected an alphabet, or a text to find it in")
-        return CharTokenizer(alphabet)
-    path = Path(name)
-    require(
-        path.suffix == ".json" or path.is_file(),
-        f"tokenizer {str(name)!r}: expected char, text8, byte or the path of a tokenizer's JSON file",
-    )
-    try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise InvalidInput(f"{path}: cannot read the tokenizer: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise InvalidInput(f"{path}: expected the JSON of a tokenizer, in UTF-8") from None
-    if (ours := _parsed(text)) is not None:
-        return tokenizer_from_dict(ours, str(path))
-    return JsonTokenizer(text, str(path))
-
-
-def _parsed(text: str) -> dict | None:
-    """The description of a tokenizer as `to_dict` makes it, if it is one."""
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) and "kind" in values else None
-
-
-def tokenizer_from_dict(values: Any, where: str = "tokenizer") -> Tokenizer:
-    """The inverse of `to_dict`."""
-    kind = values.get("kind") if isinstance(values, dict) else None
-    known = {"char": {"kind", "alphabet"}, "text8": {"kind"}, "byte": {"kind"}, "json": {"kind", "json"}}
-    good = isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
-    good = good and kind in known and set(values) == known[kind]
-    require(good, f"{where}: expected the description of a tokenizer, got {values!r:.60}")
-    if kind == "char":
-        return CharTokenizer(values["alphabet"])
-    if kind == "json":
-        return JsonTokenizer(values["json"], where)
-    return ByteTokenizer() if kind == "byte" else Text8Tokenizer()
-
-
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-
-
-def _id_type(vocab_size: int) -> np.dtype:
-    return np.dtype("u1") if vocab_size <= 256 else np.dtype("<u2")
-
-
-def _named(character: str) -> str:
-    return f"character {character!r} (U+{ord(character):04X})"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def _as_text(text: str | bytes) -> str:
-    if isinstance(text, str):
-        return text
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"not text: byte 0x{text[error.start]:02x} at offset {error.start}: expected UTF-8") from None
-
-
-def _as_bytes(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput(f"{_named(text[error.start])} at position {error.start}: expected Unicode text") from None
-
-
-def _checked_ids(ids: Any, vocab_size: int) -> np.ndarray:
-    found = np.asarray(ids)
-    if found.size == 0:
-        return np.empty(0, dtype=np.int64)
-    require(
-        found.ndim == 1 and np.issubdtype(found.dtype, np.integer),
-        f"token ids of shape {found.shape} and type {found.dtype}: expected one row of integers",
-    )
-    for extreme in (int(found.min()), int(found.max())):
-        require(0 <= extreme < vocab_size, f"token id {extreme}: expected 0 to {vocab_size - 1}")
-    return found
 
 
 # Reading
@@ -319,7 +104,7 @@ def _reading(path: Path) -> Iterator[None]:
     except (EOFError, lzma.LZMAError, zlib.error, zipfile.BadZipFile, gzip.BadGzipFile, RuntimeError):
         raise InvalidInput(f"{path}: truncated, damaged or not a {path.suffix} file") from None
     except OSError as error:
-        raise InvalidInput(f"{path}: cannot read: {error.strerror or _one_line(error)}") from None
+        raise InvalidInput(f"{path}: cannot read: {error.strerror or one_line(error)}") from None
 
 
 def _read(path: Path, on_bytes: Callable[[int], None] = lambda done: None) -> Iterator[str]:
@@ -561,7 +346,7 @@ def _first_reading(
     for document, text in texts:  # noqa: B007
         counted += len(text)
         if tokenizer is None:
-            seen[_code_points(text)] = True
+            seen[code_points(text)] = True
         elif isinstance(tokenizer, CharTokenizer) and (position := tokenizer.outside(text)) >= 0:
             raise InvalidInput(f"{_locate(files, text[position])}: {tokenizer.expected}")
     require(counted > 0, f"{source}: empty: expected some text")
@@ -573,9 +358,9 @@ def _locate(files: dict[str, Path], character: str) -> str:
         before = 0
         for text in _read(path):
             if (position := text.find(character)) >= 0:
-                return f"{path}: {_named(character)} at position {before + position}"
+                return f"{path}: {named(character)} at position {before + position}"
             before += len(text)
-    return _named(character)
+    return named(character)
 
 
 def _borders(source: Path, total: int, split: tuple[float, ...], unit: str) -> list[int]:
@@ -655,7 +440,7 @@ def _read_meta(folder: Path) -> dict:
 
 
 def _is_whole(folder: Path, meta: dict, split: str) -> bool:
-    path, size = folder / f"{split}.bin", meta["shards"][split]["tokens"] * _id_type(meta["vocab_size"]).itemsize
+    path, size = folder / f"{split}.bin", meta["shards"][split]["tokens"] * id_type(meta["vocab_size"]).itemsize
     return path.is_file() and path.stat().st_size == size
 
 
@@ -732,7 +517,7 @@ def _download(url: str, path: Path, on_progress: OnProgress) -> None:
                 content += data
                 on_progress(len(content), max(size, len(content)))
     except (OSError, HTTPException, ValueError) as error:
-        raise InvalidInput(f"cannot download {url}: {_one_line(error)}: give the file by its path") from None
+        raise InvalidInput(f"cannot download {url}: {one_line(error)}: give the file by its path") from None
     require(len(content) >= size, f"cannot download {url}: {len(content)} of {size} bytes came: try again")
     require(zipfile.is_zipfile(io.BytesIO(content)), f"cannot download {url}: what came is no zip archive")
     make_folder(path.parent)
@@ -774,7 +559,7 @@ class TextData:
         longest = f"{lengths.max(initial=0)} tokens" + (" in the longest document" if meta["documents"] else "")
         require(len(self._starts) > 0, f"{path}: {longest}: too short: expected at least {length}, one chunk")
         # Copy on write: the file cannot change, and torch takes the map as it is.
-        self.tokens = np.memmap(path, dtype=_id_type(self.vocab_size), mode="c")
+        self.tokens = np.memmap(path, dtype=id_type(self.vocab_size), mode="c")
         self._order = EpochOrder(len(self._starts), seed, shuffled=split == "train")
         self._kept: dict[str, Tensor] = {}  # the tokens on a device
 
