@@ -145,9 +145,9 @@ SCAN = (
     variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
     DRAFT,
     variant(DRAFT, "0.9 together", "objective.together=0.9"),
-    variant(DRAFT, "head of 1024", "model.draft=1024", slow=True),
     variant(DRAFT, "by counts", *BY_COUNTS),
     variant(DRAFT, "for one step", *ONE_STEP),
+    variant(variant(DRAFT, "for one step", *ONE_STEP), "head of 1024", "model.draft=1024", slow=True),
     *(System(f"draft, r = {block}", "text-draft", block) for block in (8, 16)),
     System("no latent, r = 1", "text-mdm", 1),
     System("draft, r = 1", "text-draft", 1, BY_COUNTS),
