@@ -92,6 +92,13 @@ TEXTS = {
 }
 
 
+def test_a_text_that_ends_inside_a_block_follows_its_own_law():
+    """Of all that may stand in the rest of the block, summed over: nothing is known of it, and nothing is scored."""
+    model, text = model_of("codes by place", 6), [0, 1, -1, 2, -1]
+    rest = exact_law(model, [*text, -1]).view(-1, 3).sum(1)
+    assert float((drawn_law(model, text, 2_000, 64) - rest).abs().sum() / 2) < 0.055
+
+
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("kind", ["none", "codes by place", "draft"])
 def test_with_many_candidates_gaps_follow_the_law_given_both_sides(kind, text):

@@ -175,6 +175,16 @@ def test_where_a_text_is_cut_leaves_no_trace_in_text8(text, piece):
         assert data.tokenizer.decode(data.in_order(0, len(data)).flatten()) == as_text8(text)
 
 
+def test_files_of_a_folder_are_read_as_one_text(tmp_path):
+    """To score as to train: the white space where one ends and the next begins is one space of text8."""
+    for name, text in (("a.txt", "One cat.\n"), ("b.txt", " Two dogs"), ("c.txt", "and so on")):
+        saved(tmp_path / "texts" / name, text)
+    rows = text_rows(str(tmp_path / "texts"), Text8Tokenizer(), 1)
+    assert Text8Tokenizer().decode(rows[:, 0]) == "one cat two dogsand so on"
+    out = prepare_text(tmp_path / "texts", "text8", tmp_path / "out", split=(1.0, 0.0, 0.0))
+    assert TextData(out, "train", length=1).in_order(0, len(rows)).flatten().tolist() == rows[:, 0].tolist()
+
+
 def test_text8_itself_may_be_read_in_its_own_letters_or_in_those_of_any_text(tmp_path, monkeypatch):
     monkeypatch.setenv("VMD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(module.TEXT8_KINDS, "text8", (1_000, (0.9, 0.05, 0.05)))

@@ -16,6 +16,7 @@ from vmd.text_quality import (
     js_divergence,
     judged_bits,
     ngrams,
+    random_letters,
     text_quality,
     word_share,
     words_of,
@@ -29,8 +30,37 @@ def test_cut_words_do_not_count():
 
 
 def test_the_share_of_real_words_by_hand():
-    assert word_share(["x the qqq cat x"], {"the", "cat"}) == pytest.approx(200 / 3)
-    assert math.isnan(word_share(["abc"], {"abc"}))
+    share, error = word_share(["x the qqq cat x"], {"the", "cat"})
+    assert (share, error) == (pytest.approx(200 / 3), None)
+    assert math.isnan(word_share(["abc"], {"abc"})[0])
+
+
+def test_the_error_of_real_words_is_that_of_many_draws():
+    """Texts of different length, whose words are real together or not at all."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> list[str]:
+        kinds = torch.randint(3, (count,), generator=random).tolist()
+        return [("x the cat x", "x qqq x", "x the the qqq qqq x")[kind] for kind in kinds]
+
+    shares, errors = torch.tensor([word_share(draw(100), {"the", "cat"}) for _ in range(400)]).unbind(1)
+    assert float(errors.mean()) == pytest.approx(float(shares.std()), rel=0.1)
+
+
+def test_random_letters_have_the_frequencies_of_the_reference_and_nothing_else():
+    reference = ["aab " * 8] * 20
+    drawn = random_letters(reference, 200)
+    assert len(drawn) == 200
+    assert {len(text) for text in drawn} == {32}
+    counts = Counter("".join(drawn))
+    assert counts["a"] / 6_400 == pytest.approx(0.5, abs=0.03)
+    assert conditional_entropy(drawn, 2) == pytest.approx(1.5, abs=0.03)  # the one before tells nothing
+    assert drawn == random_letters(reference, 200)
+
+
+def test_every_ngram_counts():
+    assert ngrams(["abcd", "bcd"], 3) == {"abc": 1, "bcd": 2}
+    assert ngrams(["abcd"], 4) == {"abcd": 1}
 
 
 @given(texts, texts)

@@ -24,9 +24,9 @@ from vmd.figures import draw_figures, scan_curves, scan_groups
 from vmd.likelihood import in_bits, nll_bound
 from vmd.model import VMD
 from vmd.report import section
-from vmd.systems import is_of, read_done, training_seconds
-from vmd.tables import render, text_bits_table, text_samples_table, text_summary, text_tables
-from vmd.text_quality import Quality, judged_bits, text_quality
+from vmd.systems import is_of, read_done
+from vmd.tables import model_size, render, text_bits_table, text_samples_table, text_summary, text_tables
+from vmd.text_quality import Quality, judged_bits, random_letters, text_quality
 from vmd.text_table import (
     FULL,
     QUICK,
@@ -42,6 +42,7 @@ from vmd.text_table import (
     quick_text,
     read_text,
     step_counts,
+    vocabulary,
 )
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -340,13 +341,76 @@ def test_score_entropy_is_not_below_the_bound_of_normalised_outputs(whole):
 
 
 def test_the_test_text_is_judged_by_the_words_of_the_training_text(whole):
-    whole_words = [word for row in TESTED for word in row.split(" ")[1:-1] if word]
-    expected = 100 * sum(word in VOCABULARY for word in whole_words) / len(whole_words)
-    assert 0 < expected < 100
-    assert close(whole.results["test_text"]["real_words"], expected)
-    assert close(whole.results["test_text"]["divergence"], 0)
+    """As many of its rows as there are samples, none of which is in the reference."""
+    others = [row for row in chunks(TEXT[CUT[1] :]) if row not in TESTED]
+    assert 1 < len(others) <= TINY.draws
+    assert whole.results["test_text"] == pytest.approx(known(text_quality(others, TESTED, VOCABULARY)))
+    letters = known(text_quality(random_letters(TESTED, 3), TESTED, VOCABULARY))
+    assert whole.results["random_letters"] == pytest.approx(letters)
     _, lines = text_samples_table(whole.results)
-    assert lines[0][:5] == ["the test text", "", "", "", f"{expected:.1f}"]
+    for line, (name, which) in zip(
+        lines, {"other rows": "test_text", "letters drawn": "random_letters"}.items(), strict=False
+    ):
+        assert line[0].startswith(name)
+        assert line[1:5] == ["", "", "", f"{whole.results[which]['real_words']:.1f}"]
+
+
+def test_a_text_all_of_which_is_the_reference_has_no_other_rows(source, tmp_path):
+    """So nothing can be said of text that is as new as samples are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_table, "QUICK", replace(TINY, rows=10_000))
+        patch.setattr(figures, "draw_figures", lambda folder: [])
+        succeeds(*words_for(source, tmp_path / "out", only=("AR",)))
+    assert read(tmp_path / "out")["test_text"] == {}
+    assert text_samples_table(read(tmp_path / "out"))[1][0][0].startswith("letters drawn")
+
+
+def test_words_are_those_of_the_whole_training_text(whole):
+    data = read_text(str(whole.source), TINY, "train")
+    assert len(data) > 7
+    assert all(vocabulary(data, at_once=count) == VOCABULARY for count in (2, 7, 10_000))
+
+
+def test_budgets_score_the_split_they_are_for():
+    """The scan chooses, so it never sees the test text."""
+    assert {b.split for b in (SCAN_FULL, SCAN_QUICK)} == {"validation"}
+    assert {b.split for b in (FULL, QUICK)} == {"test"}
+
+
+def test_more_draws_of_the_objective_are_other_draws(whole):
+    model = model_of(whole, "MDLM")
+    one, two = (objective_nats(model, X0, draws=count) for count in (1, 2))
+    assert not torch.allclose(one, two)
+
+
+def test_what_was_scored_of_a_bound_is_written_down(whole):
+    for name in NAMES:
+        for row in rows_of(whole.results, name):
+            setting = row["setting"]
+            if row["metric"] == "bits" and setting["z"] != "once":
+                assert setting["steps_scored"] == min(setting["steps"], TINY.steps_scored)
+            if row["metric"] == "surrogate":
+                assert setting["draws"] == (4 if BY_NAME[name].block < LENGTH else TINY.steps_scored)
+
+
+def test_perplexities_and_minutes_are_those_of_the_rows(whole):
+    headers, lines = text_bits_table(whole.results)
+    for line in lines:
+        cells = dict(zip(headers, line, strict=True))
+        about = whole.results["systems"][line[0]]
+        (bits,) = (
+            r["value"]
+            for r in rows_of(whole.results, line[0])
+            if r["metric"] == "bits" and r["setting"]["steps"] == about["block"]
+        )
+        assert cells["perplexity"] == f"{2**bits:.3f}"
+        assert cells["minutes"] == f"{about['training_seconds'] / 60:.1f}"
+
+
+def test_parameters_are_all_that_sampling_needs_and_an_encoder_apart():
+    counts = {"backbone": 6_400_000, "pathway": 1_000_000, "encoder": 3_300_000, "prior": 900_000}
+    assert model_size({"parameters": counts}) == "8.3 M + 3.3 M encoder"
+    assert model_size({"parameters": counts | {"encoder": 0}}) == "8.3 M"
 
 
 def test_samples_are_drawn_by_argmax_only_with_a_latent(whole):
@@ -364,6 +428,7 @@ def test_samples_are_drawn_by_argmax_only_with_a_latent(whole):
         ("AR", "sample", 1, "fresh"),
         ("the paper's VMD, r = 4", "argmax", 2, "once"),
         ("codes, r = 4", "sample", 1, "fresh"),
+        ("codes, r = 4", "sample", 2, "fresh"),
         ("SEDD", "sample", 4, "fresh"),
     ],
 )
@@ -385,8 +450,8 @@ def test_figures_of_samples_are_those_of_the_same_samples(whole, name, rule, ste
 
 
 def test_without_words_there_is_no_share_of_real_ones():
-    assert known(Quality(math.nan, 0.5, 0.25, 1.0)) == {"divergence": 0.5, "distinct": 0.25, "entropy": 1.0}
-    assert known(Quality(0.0, 0.5, 0.25, 1.0))["real_words"] == 0
+    assert known(Quality(math.nan, None, 0.5, 0.25, 1.0)) == {"divergence": 0.5, "distinct": 0.25, "entropy": 1.0}
+    assert known(Quality(0.0, 0.1, 0.5, 0.25, 1.0))["real_words"] == 0
 
 
 def test_a_system_of_the_table_writes_text(whole):
@@ -784,7 +849,10 @@ def test_a_quick_run_brings_a_text_that_is_made_once(source, tmp_path, monkeypat
 def test_seconds_are_those_of_the_log(whole):
     for name in PAIR:
         log = [json.loads(line) for line in (folder_of(whole.out, BY_NAME[name]) / "metrics.jsonl").read_text().splitlines()]
-        assert close(whole.results["systems"][name]["training_seconds"], training_seconds(log), 1e-6)
+        assert close(whole.results["systems"][name]["training_seconds"], log[-1]["seconds"], 1e-6)
+        assert close(whole.results["systems"][name]["latent_kl"] or 0, log[-1].get("latent_kl") or 0)
+    parts = whole.results["systems"].values()
+    assert close(whole.results["seconds"], sum(p["training_seconds"] + p["measuring_seconds"] for p in parts), 0.1)
 
 
 # The scan
@@ -920,12 +988,15 @@ def test_codes_and_blocks_of_the_scan_are_as_named(scans):
             assert (run.model.draft > 0) is name.startswith("draft")
 
 
-def test_a_part_is_added_to_a_system_that_stays_as_it_is(source, tmp_path):
+def test_a_part_is_added_to_a_system_that_stays_as_it_is(source, scanned, tmp_path):
     by_name = {system.name: system for system in SCAN}
     for name in ("64 codes added, r = 4", "draft added, r = 4"):
         words = ("reproduce", "text-scan", "--quick", "--data", source, "--device", "cpu", "--out", tmp_path / "none")
         told = refused(*words, "--only", name, folder=tmp_path / "none")
         assert f"{name}: it begins with no latent, r = 4: expected that to be done" in told
+        trained = shutil.copytree(scanned.out, tmp_path / f"{name}, base trained alone")
+        (trained / "results.json").unlink()  # its weights are there, but it was never measured
+        assert "expected that to be done" in refused_scan(source, trained, "--resume", "--only", name)
         run_scan(source, tmp_path / name, "--only", "no latent, r = 4", "--only", name)
         run_scan(source, tmp_path / name, "--resume", "--only", name)  # nothing to do
         before, after = (
@@ -950,6 +1021,20 @@ def test_curves_are_of_systems_that_differ_in_codes_alone(scanned):
     systems = dict.fromkeys([*SCANNED, f"{plain}, half whole", f"{SCANNED[-1]}, four times as long"])
     groups = scan_groups(scanned.results | {"systems": systems})
     assert groups == [plain, f"{plain}, half whole", SCANNED[-1], f"{SCANNED[-1]}, four times as long"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("codes, r = 4", ("model.latent.kind=none", "objective.together=0")),
+        ("draft, r = 4", ("model.draft=0", "objective.together=0")),
+        ("AR", ("model.latent.kind=categorical",)),
+    ],
+)
+def test_a_system_keeps_what_it_is_named_after(source, tmp_path, name, overrides):
+    told = refused(*words_for(source, tmp_path / "out", *settings(*overrides), only=(name,)), folder=tmp_path)
+    assert f"{name}: --set" in told
+    assert "expected the latent and the draft head that this system has" in told
 
 
 @pytest.mark.parametrize("block", [1, 16])

@@ -107,6 +107,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, out, optim
         assert expected.keys() == saved.keys()
         assert all(torch.equal(tensor, saved[key]) for key, tensor in expected.items())
     assert logged_steps(out) == logged_steps(whole_out) == [r["step"] for r in log] == list(range(1, 11))
+    assert all(before["seconds"] < after["seconds"] for before, after in itertools.pairwise(log))  # it goes on counting
     for name in ("total", "reconstruction", "kl", "gradient_norm", "learning_rate"):
         assert [r[name] for r in log] == [r[name] for r in whole_log]
 

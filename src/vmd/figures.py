@@ -310,8 +310,8 @@ def draw_text(results: dict, path: Path) -> Path:
                     x, y = zip(*sorted(found), strict=True)
                     look = look_of_system(results["configurations"][name])
                     axis.plot(x, y, label=name, alpha=0.4 if name.endswith("second seed") else 1.0, **look)
-            if metric in results["test_text"]:
-                axis.axhline(results["test_text"][metric], color=INK, linestyle="--", linewidth=1, label="the test text")
+            if (level := results.get("test_text", {}).get(metric)) is not None:
+                axis.axhline(level, color=INK, linestyle="--", linewidth=1, label="the test text")
             axis.set_xscale("log", base=10 if by_speed else 2)
             axis.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
             axis.xaxis.set_minor_formatter(lambda x, _: f"{x:,.0f}" if f"{x:.0e}"[0] in "25" else "")

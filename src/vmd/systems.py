@@ -59,7 +59,9 @@ def read_done(out: Path, resume: bool, table: str) -> dict[str, dict]:
 
 
 # Fields of training that decide how fast a result comes, or where a folder is, and nothing else about it.
-NO_PART_OF_IT = ("init", "compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every")
+NO_PART_OF_IT = (
+    *("init", "precision", "compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every"),
+)
 
 
 def is_of(saved: dict, run: RunConfig) -> bool:
@@ -93,20 +95,14 @@ def run_systems(
     """Those that are not done with these very settings, one after the other; the results are written after each."""
     for name, run in runs.items():
         if not is_done(done, name, run):
-            origin = {"command": command, "hardware": hardware(device)}  # a table may be made in several goes
+            origin = {"command": command, "hardware": hardware(device), "versions": versions()}  # several goes, and machines
             done[name] = run_one(name) | origin | {"configuration": to_dict(run)}
             write()
     return write()
 
 
-def training_seconds(log: list[dict]) -> float:
-    """Of all pieces of a run that was stopped: each counts its own seconds."""
-    total, before = 0.0, 0.0
-    for record in log:
-        if record["seconds"] < before:
-            total += before
-        before = record["seconds"]
-    return total + before
+def versions() -> dict[str, str]:
+    return {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def collect(table: str, every: list[str], done: dict[str, dict], command: str, device: str) -> dict:
@@ -122,7 +118,7 @@ def collect(table: str, every: list[str], done: dict[str, dict], command: str, d
         "command": command,
         "seeds": sorted({run["training"]["seed"] for run in configurations.values()}),
         "hardware": hardware(device),
-        "versions": {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
         "configurations": configurations,
         "systems": {

@@ -292,10 +292,7 @@ SUDOKU_COST = ("parameters", "puzzles seen", "minutes")
 
 
 def sudoku_cost(about: dict) -> list[str]:
-    counts = about["parameters"]
-    decoder = counts["backbone"] + counts["pathway"]
-    size = f"{decoder / 1e6:.1f} M" + (f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else "")
-    return [size, f"{about['rows_seen'] / 1e6:.1f} M", f"{about['training_seconds'] / 60:.1f}"]
+    return [model_size(about), f"{about['rows_seen'] / 1e6:.1f} M", f"{about['training_seconds'] / 60:.1f}"]
 
 
 def sudoku_orders(results: dict) -> Table:
@@ -394,7 +391,7 @@ def as_trained(results: dict) -> list[dict]:
 
 def model_size(about: dict) -> str:
     counts = about["parameters"]
-    size = f"{(counts['backbone'] + counts['pathway']) / 1e6:.1f} M"
+    size = f"{(counts['backbone'] + counts['pathway'] + counts['prior']) / 1e6:.1f} M"
     return size + (f" + {counts['encoder'] / 1e6:.1f} M encoder" if counts["encoder"] else "")
 
 
@@ -447,14 +444,17 @@ def text_bits_table(results: dict) -> Table:
     return headers, lines
 
 
+YARDSTICKS = {"test_text": "other rows of the test text", "random_letters": "letters drawn one by one, as often as in text"}
+
+
 def text_samples_table(results: dict) -> Table:
     rows = [r for r in results["rows"] if "temperature" in r["setting"]]
     metrics = ("real_words", "judged_bits", "divergence", "entropy", "distinct", "characters_per_second")
     digits = {"real_words": 1, "judged_bits": 3, "divergence": 4, "entropy": 3, "distinct": 4, "characters_per_second": 0}
     lines = []
-    if "test_text" in results:
-        real = results["test_text"]
-        lines.append(["the test text", "", "", "", *("" if m not in real else f"{real[m]:.{digits[m]}f}" for m in metrics)])
+    for yardstick, name in YARDSTICKS.items():
+        if found := results.get(yardstick):
+            lines.append([name, "", "", "", *("" if m not in found else f"{found[m]:.{digits[m]}f}" for m in metrics)])
     for name, steps, rule in dict.fromkeys((r["system"], r["setting"]["steps"], r["setting"]["rule"]) for r in rows):
         here = {m: find(rows, system=name, steps=steps, rule=rule, metric=m) for m in metrics}
         nfe = next(row["setting"]["nfe"] for row in here.values() if row is not None)

@@ -5,6 +5,7 @@ words too; so the variety of the samples stands beside every figure.
 """
 
 import math
+import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -18,7 +19,8 @@ from vmd.model import VMD
 
 
 class Quality(NamedTuple):
-    real_words: float  # percent of whole words that the training text has
+    real_words: float  # percent of whole words that the training text has, be it once
+    real_words_stderr: float | None  # over texts
     divergence: float  # Jensen-Shannon, bits: of the samples' n-grams to the reference's; 0 is equal, 1 disjoint
     distinct: float  # different n-grams / n-grams
     entropy: float  # bits per character of the samples' own n-grams, given the characters before
@@ -29,10 +31,23 @@ def words_of(texts: Iterable[str]) -> list[str]:
     return [word for text in texts for word in text.split(" ")[1:-1] if word]
 
 
-def word_share(texts: Sequence[str], vocabulary: set[str]) -> float:
-    """Percent of the words that the vocabulary has; nan if there are no words."""
-    words = words_of(texts)
-    return 100 * sum(word in vocabulary for word in words) / len(words) if words else math.nan
+def word_share(texts: Sequence[str], vocabulary: set[str]) -> tuple[float, float | None]:
+    """Percent of the words that the vocabulary has, nan if there are no words, and the standard error over texts."""
+    words = [words_of([text]) for text in texts]
+    counts, hits = [len(some) for some in words], [sum(word in vocabulary for word in some) for some in words]
+    if not (total := sum(counts)):
+        return math.nan, None
+    share = sum(hits) / total
+    apart = sum((hit - share * count) ** 2 for hit, count in zip(hits, counts, strict=True))  # of a ratio of sums
+    error = (apart * len(texts) / (len(texts) - 1)) ** 0.5 / total if len(texts) > 1 else None
+    return 100 * share, None if error is None else 100 * error
+
+
+def random_letters(reference: Sequence[str], count: int, seed: int = 0) -> list[str]:
+    """As many texts of letters that are drawn one by one, as often as the reference has each: what a figure is at worst."""
+    letters, weights = zip(*sorted(Counter("".join(reference)).items()), strict=True)
+    draw = random.Random(seed)
+    return ["".join(draw.choices(letters, weights, k=len(reference[0]))) for _ in range(count)]
 
 
 def ngrams(texts: Iterable[str], n: int) -> Counter[str]:
@@ -67,7 +82,7 @@ def conditional_entropy(texts: Sequence[str], n: int) -> float:
 
 def text_quality(texts: Sequence[str], reference: Sequence[str], vocabulary: set[str], n: int = 4) -> Quality:
     return Quality(
-        word_share(texts, vocabulary),
+        *word_share(texts, vocabulary),
         js_divergence(ngrams(texts, n), ngrams(reference, n)),
         distinct_share(texts, n),
         conditional_entropy(texts, n),

@@ -39,10 +39,9 @@ from vmd.systems import (
     is_of,
     read_done,
     run_systems,
-    training_seconds,
     write_results,
 )
-from vmd.text_quality import Quality, judged_bits, text_quality, words_of
+from vmd.text_quality import Quality, judged_bits, random_letters, text_quality, words_of
 from vmd.training import check_attention, check_precision, fast_settings, precision, train
 
 # As in the paper: z of earlier blocks is seen through the clean stream, the encoder reads the doubled one.
@@ -244,10 +243,11 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     has = {"model.latent": model.has_latent, "model.draft": model.draft > 0}
     size = [s for s in budget.settings if all(s.startswith(part) <= there for part, there in has.items())]
     size += budget.judge if system.judge else ()
-    run = override_all(
-        preset(system.preset),
-        [f"model.length={budget.length}", f"model.block_size={block}", *size, *system.settings, *overrides],
-    )
+    settings = [f"model.length={budget.length}", f"model.block_size={block}", *size, *system.settings]
+    itself = override_all(preset(system.preset), settings).model
+    run = override_all(preset(system.preset), [*settings, *overrides])
+    same = (run.model.latent.kind, run.model.draft > 0) == (itself.latent.kind, itself.draft > 0)
+    require(same, f"--set {' '.join(overrides)}: expected the latent and the draft head that this system has")
     training = replace(run.training, seed=run.training.seed + system.second_seed, steps=run.training.steps * system.times)
     run = replace(run, training=training)
     run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
@@ -260,10 +260,10 @@ def planned(system: System, budget: Budget, name: str, overrides: list[str], dat
     return run
 
 
-def with_frozen_base(run: RunConfig, system: System, chosen: list[str], out: Path) -> RunConfig:
+def with_frozen_base(run: RunConfig, system: System, chosen: list[str], done: dict[str, dict], out: Path) -> RunConfig:
     """With the weights of another system of the table, frozen."""
     folder = folder_of(out, system)
-    there = system.name in chosen or (folder / WEIGHTS_FILE).is_file()
+    there = system.name in chosen or (system.name in done and (folder / WEIGHTS_FILE).is_file())
     require(there, f"it begins with {system.name}: expected that to be done, or --only {system.name!r} too")
     return replace(run, training=replace(run.training, init=str(folder), freeze=True))
 
@@ -294,6 +294,7 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> list[di
         scored[steps] = bits = in_bits(nats, x0.shape[1])
         setting = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "rule": "sample", "n": len(x0)}
         setting |= {"z": z if model.config.has_latent else "none", "iwae": samples}
+        setting |= {"steps_scored": min(steps, budget.steps_scored)} if z == "fresh" else {}
         rows.append({"setting": setting, "metric": "bits", "value": bits.value, "stderr": bits.stderr})
     if run.objective.masking == "steps":  # it was these bounds that were trained
         over = [scored[steps] for steps in run.objective.steps]
@@ -307,6 +308,8 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> list[di
     setting = {"steps": 0, "nfe": 0, "n": len(x0)}
     if run.objective.masking == "steps":
         setting["mean_of"] = list(run.objective.steps)
+    else:
+        setting["draws"] = draws
     rows.append({"setting": setting, "metric": name, "value": value.value, "stderr": value.stderr})
     if surrogate:  # row by row: what both share is not noise
         setting = {"steps": run.model.block_size, "nfe": 0, "n": len(x0)}
@@ -359,8 +362,10 @@ def sample_rows(
             texts = [data.tokenizer.decode(row.numpy()) for row in tokens]
             setting = {"steps": steps, "nfe": drawn.nfe, "order": "random", "rule": rule, "n": draws}
             setting |= {"z": z if config.has_latent else "none", "temperature": 1}
-            found = known(text_quality(texts, reference, words)) | {"characters_per_second": tokens.numel() / seconds}
-            rows += [{"setting": setting, "metric": m, "value": v, "stderr": None} for m, v in found.items()]
+            quality = text_quality(texts, reference, words)
+            errors = {"real_words": quality.real_words_stderr}
+            found = known(quality) | {"characters_per_second": tokens.numel() / seconds}
+            rows += [{"setting": setting, "metric": m, "value": v, "stderr": errors.get(m)} for m, v in found.items()]
             kept += [json.dumps({"setting": setting, "text": text}) for text in texts]
     write_atomically(folder / SAMPLES_FILE, lzma.compress("".join(line + "\n" for line in kept).encode()))
     return rows
@@ -385,9 +390,30 @@ def judged_rows(judge: VMD, data: TextData, folder: Path) -> list[dict]:
     return rows
 
 
+def spread_over(rows: np.ndarray, count: int) -> np.ndarray:
+    """So many of them, from all over the text: neighbours are of one article."""
+    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64)]
+
+
+def yardsticks(data: TextData, scored: np.ndarray, words: set[str], count: int) -> dict[str, dict]:
+    """The figures of as many texts as samples: rows of the text that are not in the reference, and letters drawn one by one.
+
+    Figures of n-grams depend on how many there are, and no text is as near to the reference as the reference.
+    """
+
+    def texts(rows: np.ndarray) -> list[str]:
+        return [data.tokenizer.decode(row.numpy()) for row in data.rows_at(rows)] if len(rows) else []
+
+    reference = texts(scored)
+    others = spread_over(np.setdiff1d(np.arange(len(data)), scored), count)
+    made = {"test_text": texts(others), "random_letters": random_letters(reference, count)}
+    return {name: known(text_quality(some, reference, words)) if some else {} for name, some in made.items()}
+
+
 def known(quality: Quality) -> dict[str, float]:
-    """Without the share of real words where there are no words."""
-    return {name: value for name, value in quality._asdict().items() if not math.isnan(value)}
+    """Without the share of real words where there are no words, and without its error."""
+    values = quality._replace(real_words_stderr=None)._asdict()
+    return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
 
 
 # The whole
@@ -430,7 +456,7 @@ def reproduce_text(
         try:
             runs[name] = planned(systems[name], budget, source, overrides or [], trained, device)
             if systems[name].added_to:
-                runs[name] = with_frozen_base(runs[name], systems[systems[name].added_to], chosen, out)
+                runs[name] = with_frozen_base(runs[name], systems[systems[name].added_to], chosen, done, out)
         except InvalidInput as error:
             raise InvalidInput(f"{name}: {error}") from None
     require_same_text(out, done, Path(source).name, trained.sha256, budget.length)
@@ -442,7 +468,7 @@ def reproduce_text(
         if not (folder_of(out, systems[name]) / WEIGHTS_FILE).is_file():
             del done[name]
     make_folder(out)
-    spread = np.linspace(0, len(tested) - 1, min(budget.rows, len(tested))).astype(np.int64)  # neighbours are of one article
+    spread = spread_over(np.arange(len(tested)), budget.rows)
     x0 = tested.rows_at(spread).long().to(device)
     reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
     scored = hashlib.sha256(x0.cpu().numpy().tobytes()).hexdigest()
@@ -456,8 +482,8 @@ def reproduce_text(
         return vocabulary(trained)
 
     @functools.cache
-    def quality_of_test_text() -> dict:
-        return known(text_quality(reference, reference, words()))
+    def known_figures() -> dict[str, dict]:
+        return yardsticks(tested, spread, words(), budget.draws)
 
     def run_system(name: str) -> dict:
         system, run = systems[name], runs[name]
@@ -477,7 +503,7 @@ def reproduce_text(
     def write() -> dict:
         results = collect(table, list(systems), done, command, device) | {"data": Path(source).name}
         if budget.draws:
-            results["test_text"] = quality_of_test_text()
+            results |= known_figures()
         return write_results(results, out)
 
     results = run_systems(runs, done, command, device, run_system, write)
@@ -575,7 +601,7 @@ def train_system(system: System, run: RunConfig, data: TextData, out: Path, devi
     tokenizer = json.dumps(data.tokenizer.to_dict())
     write_atomically(folder / "tokenizer.json", tokenizer)  # to sample from it, as after `vmd train`
     about = {
-        "training_seconds": training_seconds(log),
+        "training_seconds": log[-1]["seconds"] if log else 0.0,
         "latent_kl": log[-1].get("latent_kl") if log else None,
         "parameters": model.parameter_counts(),
         "characters": run.training.steps * run.training.batch_size * run.model.length,

@@ -472,7 +472,8 @@ def train(
         good = torch.ones((), dtype=torch.bool, device=device)  # read at log lines only: reading waits for the device
         bad_step = torch.zeros((), dtype=torch.long, device=device)
         model.train()
-        started, last_time, last_step = time.perf_counter(), time.perf_counter(), first
+        last_time, last_step = time.perf_counter(), first
+        started = last_time - (log[-1].get("seconds", 0.0) if log else 0.0)  # a resumed run goes on counting
         for step in range(first, training.steps):
             generator.manual_seed(step_seed(training.seed, step))
             batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator, rows)

@@ -474,7 +474,8 @@ def text_rows(name: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
     """(rows, L): all of a text in chunks, in order, in the ids of a model's tokenizer; what does not fill one is dropped."""
     with _reading(Path(name)):
         files = _source_files(Path(name))
-    parts = [ids for path in files.values() for ids, _ in _encoded(_read(path), tokenizer)]
+    texts = itertools.chain.from_iterable(_read(path) for path in files.values())
+    parts = [ids for ids, _ in _encoded(texts, tokenizer)]
     ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
     require(len(ids) >= length, f"{name}: {len(ids)} tokens: too short: expected at least {length}, one chunk")
     return ids[: len(ids) // length * length].reshape(-1, length)
