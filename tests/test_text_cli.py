@@ -2,16 +2,21 @@
 
 import json
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from command import refused, settings, succeeds
-from vmd.cli import model_tokenizer
+from command import refused, settings, succeeds, vmd
+from vmd.cli import main, model_tokenizer
+from vmd.config import override_all
+from vmd.data import load_data
 from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
+from vmd.presets import preset
+from vmd.training import train as fit
 
 SMALL = settings(
     *("training.steps=4", "training.batch_size=8", "training.log_every=2", "model.length=16", "model.layers=1"),
@@ -45,6 +50,33 @@ def test_a_model_of_text_writes_text(source, tmp_path):
     lines = succeeds("sample", out, "-n", 3).out.splitlines()
     assert [len(line) for line in lines] == [16] * 3
     assert set("".join(lines)) <= set(TEXT)
+
+
+def test_held_out_text_is_scored_however_its_path_is_spelled(source, tmp_path, monkeypatch):
+    """And it is said what is scored: the part that was not trained on, or all of another text."""
+    monkeypatch.chdir(tmp_path)
+    train("cats.txt", "run")
+    (tmp_path / "other.txt").write_text(TEXT)
+    spelled = [succeeds("evaluate", "run", "--data", name) for name in ("cats.txt", "./cats.txt", source, "other.txt")]
+    assert all("scoring the test part of" in done.err for done in spelled[:3])
+    assert len({done.out for done in spelled[:3]}) == 1
+    assert "scoring all of other.txt" in spelled[3].err
+    assert spelled[3].out != spelled[0].out
+
+
+def test_the_scores_are_shown_before_what_takes_longer(source, tmp_path, monkeypatch):
+    train(source, tmp_path / "run")
+    seen = []
+
+    def interrupted(*args, **more):
+        seen.append((sys.stdout.getvalue(), more["rows"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vmd.evaluation.diagnose_model", interrupted)
+    done = vmd("evaluate", tmp_path / "run", "--data", source, "--rows", 2)
+    assert done.code == 130
+    assert "certified bits per token" in done.out
+    assert seen == [(done.out, 2)]
 
 
 def test_a_beginning_and_gaps_are_kept(source, tmp_path):
@@ -204,3 +236,27 @@ def test_what_people_type_is_read_as_text8_with_a_note(tmp_path):
     done = succeeds("sample", "text", "-n", 1, "--infill", "the __ of")
     assert "as text8 has it" not in done.err
     assert "--infill" in refused("sample", "text", "--prompt", "the _ of", folder=tmp_path)
+
+
+def test_paths_may_be_strings_or_paths(source, tmp_path):
+    run = override_all(preset("text"), [word for word in SMALL if word != "--set"])
+    data = load_data(source, length=16)
+    model = VMD.for_data(run.model, data)
+    fit(model, data, run, out=str(tmp_path / "by string"))
+    assert (tmp_path / "by string" / "model.safetensors").is_file()
+
+
+def test_a_file_that_is_not_there_is_not_called_damaged(source, tmp_path):
+    (tmp_path / "empty").mkdir()
+    told = refused("sample", tmp_path / "empty", folder=tmp_path)
+    assert "config.json: cannot read: No such file or directory" in told
+
+
+def test_a_closed_output_is_no_error(source, tmp_path, monkeypatch):
+    """As in `vmd sample MODEL >&-`."""
+    train(source, tmp_path / "run")
+    monkeypatch.setattr(sys, "argv", ["vmd", "sample", str(tmp_path / "run"), "-n", "1"])
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code

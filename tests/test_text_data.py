@@ -305,6 +305,27 @@ def test_json_that_is_no_small_tokenizer_is_refused(tmp_path):
     refuses("an empty vocabulary", JsonTokenizer, empty.to_str())
 
 
+def test_a_json_tokenizer_that_does_not_know_a_text_says_so_in_one_line(tmp_path):
+    words = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"cat": 0}, "unk_token": "[UNK]"}}
+    rest = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    path = saved(tmp_path / "words.json", json.dumps(words | dict.fromkeys(rest) | {"added_tokens": []}))
+    refuses("expected a tokenizer that knows all of this text", load_tokenizer(path).encode, "dog")
+
+
+def test_folders_that_cannot_be_read_are_not_left_out_in_silence(tmp_path, monkeypatch):
+    saved(tmp_path / "texts" / "a.txt", "some text")
+    saved(tmp_path / "texts" / "closed" / "b.txt", "more")
+    scandir = os.scandir
+
+    def closed(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    refuses("texts: cannot read: Permission denied", prepare_text, tmp_path / "texts", "char", tmp_path / "out")
+
+
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refuses(r"mine\.json: .*pip install tokenizers", load_tokenizer, saved(tmp_path / "mine.json", "{}"))

@@ -409,13 +409,14 @@ def sample(
     import torch
 
     from vmd.distributed import gather_rows, my_share, rank
+    from vmd.evaluation import rows_per_pass
     from vmd.infilling import TRIES
     from vmd.infilling import infill as fill_gaps
     from vmd.model import VMD, model_folder
     from vmd.progress import percent_bar
     from vmd.training import step_seed
 
-    require(n >= 1, f"--n {n}: expected at least 1")
+    require(1 <= n <= 10_000_000, f"--n {n}: expected 1 to 10,000,000")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
     folder = model_folder(model)
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
@@ -452,7 +453,8 @@ def sample(
         "on_step": watching,
     }
     if infill is None:
-        drawn = loaded.sample(prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1), **options)
+        size = 8_192 if watch or trace else rows_per_pass(loaded)  # of every batch all steps would be shown
+        drawn = loaded.sample(prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1), batch_size=size, **options)
     else:
         weighed = []  # candidates, if there were any to weigh
 
@@ -572,7 +574,6 @@ def evaluate(
             scores = evaluate_model(loaded, loaded_data, counts, iwae=draws, n=n, fixed=fixed, **same)  # type: ignore[arg-type]
     if rank() != 0:
         return
-    carried = diagnose_model(loaded, loaded_data, seed, fixed)
     entropy = None
     if isinstance(loaded_data, Law) and not fixed:
         entropy = loaded_data.entropy / (loaded_data.length * math.log(2))
@@ -593,6 +594,8 @@ def evaluate(
             ],
         )
     print_table(headers, lines)
+    sys.stdout.flush()  # what follows may take a while, and nobody should lose this
+    carried = diagnose_model(loaded, loaded_data, seed, fixed, rows=min(512, rows))
     if carried is not None:
         kind = loaded.config.latent.kind
         say(describe_latent(carried, kind))
@@ -874,7 +877,8 @@ def main() -> None:
     words = sys.argv[1:]
     try:
         code = app(words or ["--help"], standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever called
+            sys.stdout.flush()
         if code == 130:  # how typer reports an interruption
             say("vmd: interrupted")
         if several_processes():
@@ -896,7 +900,7 @@ def main() -> None:
             complain(f"lost the other processes: {str(error).splitlines()[0]}")
             code = 1
         elif type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
-            complain("out of memory: try training.accumulate, a smaller batch, --rows or model.latent.code_chunk")
+            complain("out of memory: try training.accumulate, a smaller batch, fewer --rows or model.latent.code_chunk")
             code = 1
         elif type(error).__name__ == "Stopped":
             again = [word for word in words if word not in ("--resume", "--overwrite")]

@@ -284,7 +284,9 @@ def objective_rows(model: VMD, data: Data, n: int, seed: int, fixed: Tensor | No
 def diagnose_model(
     model: VMD, data: Data | SudokuData, seed: int = 0, fixed: str = "", rows: int = 512
 ) -> Diagnostics | None:
-    """What the latent carries, on some rows of the data."""
+    """What the latent carries, on some rows of the data: on a CPU no more than take a few seconds."""
+    if model.device.type == "cpu":
+        rows = min(rows, max(1, 2**13 // model.config.length))
     if isinstance(data, SudokuData):
         count = min(rows, len(data.puzzles), rows_per_pass(model))
         generator = torch.Generator(model.device).manual_seed(seed)

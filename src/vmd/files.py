@@ -88,8 +88,9 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
+    text = read_text(path)
     try:
-        return json.loads(read_text(path))
+        return json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidInput(f"{path}: expected JSON") from None
 

@@ -29,12 +29,14 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
         layout = about.get("layout", "board")
         return load_data(name, length=model.config.length, puzzles=puzzles, augment=False, layout=layout)
     trained = saved_data(folder)
-    split = split or ("test" if trained.get("name") == name else "all")
+    split = split or ("test" if is_same_file(str(trained.get("name")), name) else "all")
     require_choice("--split", split, ("all", *SPLITS))
     if split == "all":
+        everything = ArrayData(text_rows(name, tokenizer, model.config.length), name)
         if isinstance(tokenizer, Text8Tokenizer):
             say(TEXT8_NOTE)
-        return ArrayData(text_rows(name, tokenizer, model.config.length), name)
+        say(f"scoring all of {name}")
+        return everything
     began_elsewhere = bool(saved(folder, "training").get("init")) and not trained.get("tokenizer")
     found: Any = load_data(
         name,
@@ -47,7 +49,13 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     letters = all(isinstance(t, CharTokenizer) for t in both)
     same_ids = both[0].symbols == both[1].symbols if letters else both[0].to_dict() == both[1].to_dict()
     require(same_ids, f"{name}: prepared with another tokenizer than the model's: expected --split all")
+    say(f"scoring the {split} part of {name}")
     return found
+
+
+def is_same_file(one: str, other: str) -> bool:
+    """However the path is spelled."""
+    return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
 
 
 def model_tokenizer(folder: Path) -> Any:

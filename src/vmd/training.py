@@ -402,7 +402,7 @@ def train(
     data: Dataset,
     config: RunConfig,
     *,
-    out: Path | None = None,
+    out: str | Path | None = None,
     resume: bool = False,
     kl_weights: Tensor | None = None,
     on_step: Callable[[int, dict | None], None] = lambda step, record: None,
@@ -418,6 +418,7 @@ def train(
     `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step was saved.
     """
     objective, training = config.objective, config.training
+    out = None if out is None else Path(out)
     device, way = next(model.parameters()).device, training.attention
     require(isinstance(model, VMD) or way == "dense", f"training.attention={way}: expected dense in an ensemble")
     check_precision(training, device.type)

@@ -1,6 +1,7 @@
 """Data sets. Each has a length, a vocabulary and `batch(step, size)`; a `Law` is known exactly besides."""
 
 import os
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -37,7 +38,7 @@ class Puzzles(Dataset, Protocol):
 
 
 def load_data(
-    name: str,
+    name: str | Path,
     seed: int = 0,
     *,
     length: int = 0,
@@ -56,6 +57,7 @@ def load_data(
     Text is cut into chunks of `length` tokens of the tokenizer (char, text8, byte, or a path: a JSON file; default char).
     It is prepared once and kept (`vmd.data.text`).
     """
+    name = str(name)
     if puzzles or name.endswith(".sudoku"):
         return SudokuData(load_puzzles(name), seed, augment, pair=layout == "pair")
     if name.endswith(".npy"):

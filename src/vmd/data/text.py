@@ -64,7 +64,13 @@ def _source_files(source: Path) -> dict[str, Path]:
     require(source.is_file() or source.is_dir(), f"{source}: no such file or folder: expected text to prepare")
     if source.is_file():
         return {source.name: source}
-    found = {path.relative_to(source): path for path in source.rglob("*") if path.is_file()}
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    with _reading(source):  # a folder that cannot be read must not be left out in silence
+        walked = [Path(folder) / name for folder, _, names in os.walk(source, onerror=refuse) for name in names]
+    found = {path.relative_to(source): path for path in walked if path.is_file()}
     files = {name.as_posix(): path for name, path in found.items() if not any(part.startswith(".") for part in name.parts)}
     require(bool(files), f"{source}: an empty folder: expected text files in it")
     return dict(sorted(files.items()))

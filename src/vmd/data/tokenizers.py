@@ -134,7 +134,10 @@ class JsonTokenizer:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         text = _as_text(text if isinstance(text, bytes) else _as_bytes(text))  # the package takes whole characters only
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # the package raises nothing more special
+            raise InvalidInput(f"{one_line(error)}: expected a tokenizer that knows all of this text") from None
         return np.array(ids, dtype=id_type(self.vocab_size))
 
     def decode(self, ids: Any) -> str:
