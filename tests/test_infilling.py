@@ -97,6 +97,9 @@ def test_a_text_that_ends_inside_a_block_follows_its_own_law():
     model, text = model_of("codes by place", 6), [0, 1, -1, 2, -1]
     rest = exact_law(model, [*text, -1]).view(-1, 3).sum(1)
     assert float((drawn_law(model, text, 2_000, 64) - rest).abs().sum() / 2) < 0.055
+    rows, gap = torch.tensor([[0, 1, 2, 2, 1, rest] for rest in range(3)]), torch.tensor([*text, 0]) < 0
+    weights = fit(model, rows, gap, 5, Stage(2, 6, 6), 1)  # whatever stands there by chance
+    torch.testing.assert_close(weights, weights[:1].expand(3), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)

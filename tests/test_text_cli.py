@@ -255,8 +255,9 @@ def test_a_file_that_is_not_there_is_not_called_damaged(source, tmp_path):
 def test_a_closed_output_is_no_error(source, tmp_path, monkeypatch):
     """As in `vmd sample MODEL >&-`."""
     train(source, tmp_path / "run")
-    monkeypatch.setattr(sys, "argv", ["vmd", "sample", str(tmp_path / "run"), "-n", "1"])
     monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert not stopped.value.code
+    for words in (["sample", tmp_path / "run", "-n", 1], ["evaluate", tmp_path / "run", "--data", source, "--rows", 2]):
+        monkeypatch.setattr(sys, "argv", ["vmd", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code

@@ -394,10 +394,14 @@ def test_what_was_scored_of_a_bound_is_written_down(whole):
 
 
 def test_perplexities_and_minutes_are_those_of_the_rows(whole):
-    headers, lines = text_bits_table(whole.results)
+    parts = {name: part | {"training_seconds": 75.0 + i} for i, (name, part) in enumerate(whole.results["systems"].items())}
+    headers, lines = text_bits_table(whole.results | {"systems": parts})
+    assert [line[2] for line in text_summary(whole.results | {"systems": parts})[1]] == [
+        f"{part['training_seconds'] / 60:.1f}" for part in parts.values() if not part["judge"]
+    ]
     for line in lines:
         cells = dict(zip(headers, line, strict=True))
-        about = whole.results["systems"][line[0]]
+        about = parts[line[0]]
         (bits,) = (
             r["value"]
             for r in rows_of(whole.results, line[0])

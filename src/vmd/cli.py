@@ -594,7 +594,7 @@ def evaluate(
             ],
         )
     print_table(headers, lines)
-    sys.stdout.flush()  # what follows may take a while, and nobody should lose this
+    print(end="", flush=True)  # what follows may take a while, and nobody should lose this
     carried = diagnose_model(loaded, loaded_data, seed, fixed, rows=min(512, rows))
     if carried is not None:
         kind = loaded.config.latent.kind
@@ -877,8 +877,7 @@ def main() -> None:
     words = sys.argv[1:]
     try:
         code = app(words or ["--help"], standalone_mode=False)
-        if sys.stdout is not None:  # closed by whoever called
-            sys.stdout.flush()
+        print(end="", flush=True)  # also where there is no output: whoever called may have closed it
         if code == 130:  # how typer reports an interruption
             say("vmd: interrupted")
         if several_processes():

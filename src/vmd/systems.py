@@ -59,9 +59,8 @@ def read_done(out: Path, resume: bool, table: str) -> dict[str, dict]:
 
 
 # Fields of training that decide how fast a result comes, or where a folder is, and nothing else about it.
-NO_PART_OF_IT = (
-    *("init", "precision", "compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every"),
-)
+HOW_IT_RUNS = ("precision", "compile", "capture", "attention", "parallel", "accumulate", "log_every", "checkpoint_every")
+NO_PART_OF_IT = ("init", *HOW_IT_RUNS)
 
 
 def is_of(saved: dict, run: RunConfig) -> bool:
