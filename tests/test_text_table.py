@@ -23,6 +23,7 @@ from vmd.data import TextData
 from vmd.figures import draw_figures, scan_curves, scan_groups
 from vmd.likelihood import in_bits, nll_bound
 from vmd.model import VMD
+from vmd.paired import NATS_FILE, write_nats
 from vmd.report import section
 from vmd.systems import is_of, read_done
 from vmd.tables import model_size, render, text_bits_table, text_samples_table, text_summary, text_tables
@@ -154,6 +155,10 @@ def rows_of(results: dict, *names: str) -> list[dict]:
 
 def timeless(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["metric"] != "characters_per_second"]
+
+
+def unpaired(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if row["metric"] != "bits_apart"]
 
 
 # Plans
@@ -464,6 +469,108 @@ def test_a_system_of_the_table_writes_text(whole):
     assert set(line) <= set(TEXT)
 
 
+# Against the reference, row by row
+
+
+REFERENCE = "BD3-LM, r = 4"
+
+
+def apart_of(results: dict, *names: str) -> list[dict]:
+    return [row for row in rows_of(results, *(names or NAMES)) if row["metric"] == "bits_apart"]
+
+
+def nats_file(out: Path, name: str) -> Path:
+    return folder_of(out, BY_NAME[name]) / NATS_FILE
+
+
+def without_pairs(out: Path, *names: str) -> dict:
+    """As from before there were such rows: those of these systems, or all, are taken from the results."""
+    results = read(out)
+    gone = apart_of(results, *names)
+    results["rows"] = [row for row in results["rows"] if row not in gone]
+    (out / "results.json").write_text(json.dumps(results))
+    return results
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_differences_are_those_of_the_same_rows_of_text(whole, name):
+    def nats(system: str, steps: int) -> torch.Tensor:
+        model = model_of(whole, system)
+        how = {
+            "z": "once" if model.config.z_reaches_later_blocks else "fresh",
+            "generator": torch.Generator().manual_seed(0),
+        }
+        return nll_bound(model, X0, steps, samples=2 if model.config.latent.kind == "gaussian" else 1, **how).double()
+
+    rows, base = apart_of(whole.results, name), nats(REFERENCE, 4)
+    steps = [row["setting"]["steps"] for row in rows_of(whole.results, name) if row["metric"] == "bits"]
+    expected = [count for count in steps if (name, count) != (REFERENCE, 4)]
+    assert [row["setting"]["steps"] for row in rows] == expected
+    for row in rows:
+        count = row["setting"]["steps"]
+        each = (nats(name, count) - base) / (LENGTH * math.log(2))
+        assert abs(row["value"] - float(each.mean())) < 1e-5
+        assert abs(row["stderr"] - float(each.std()) / ROWS**0.5) < 1e-5
+        assert row["setting"]["from"] == {"system": REFERENCE, "steps": 4}
+        assert (row["setting"]["n"], row["setting"]["nfe"]) == (ROWS, count * model_of(whole, name).config.blocks)
+
+
+def test_differences_are_a_table_where_there_are_some(whole):
+    title, (headers, lines) = text_tables(whole.results)[2]
+    assert title == f"Against the four steps of {REFERENCE}: paired difference, bits per character"
+    assert headers == ["system", "against", *(f"N = {count}" for count in (1, 2, 4, 8, 16))]
+    assert [line[:2] for line in lines] == [[name, f"{REFERENCE}, N = 4"] for name in NAMES]
+    shown = {(line[0], n): cell for line in lines for n, cell in zip((1, 2, 4, 8, 16), line[2:], strict=True) if cell}
+    assert shown == {
+        (row["system"], row["setting"]["steps"]): f"{row['value']:+.4f} ± {row['stderr']:.4f}"
+        for row in apart_of(whole.results)
+    }
+    assert "paired" not in render(whole.results | {"rows": unpaired(whole.results["rows"])})
+
+
+def test_a_table_grows_by_the_differences_of_systems_whose_nats_are_kept(whole, copied):
+    """Those that were done before there were such files are left as they are."""
+    without_pairs(copied)
+    for name in NAMES:
+        if name not in ("AR", REFERENCE):
+            nats_file(copied, name).unlink()
+    done = run_table(whole.source, copied, "--resume", only=("MDLM",))
+    assert apart_of(read(copied)) == apart_of(whole.results, "AR", REFERENCE)
+    assert NATS_FILE not in done.err
+    assert "paired difference" in (copied / "table.md").read_text()
+    assert unpaired(read(copied)["rows"]) == unpaired(whole.results["rows"])
+
+
+def test_differences_are_computed_once_and_outlive_their_files(whole, copied, monkeypatch):
+    monkeypatch.setattr("vmd.paired.read_nats", lambda *rest: 1 / 0)
+    run_table(whole.source, copied, "--resume", only=("AR",))
+    assert read(copied)["rows"] == whole.results["rows"]
+    for gone in ("AR", REFERENCE):
+        nats_file(copied, gone).unlink()
+        run_table(whole.source, copied, "--resume", only=("AR",))
+        assert read(copied)["rows"] == whole.results["rows"]
+
+
+def test_no_difference_is_from_a_reference_that_was_trained_anew(whole, copied):
+    nats_file(copied, "AR").unlink()
+    run_table(whole.source, copied, "--resume", *settings("training.steps=3"), only=(REFERENCE,))
+    results = read(copied)
+    bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
+    assert {row["system"] for row in apart_of(results)} == {*NAMES} - {"AR"}
+    for row in apart_of(results):
+        assert abs(row["value"] - bits[row["system"], row["setting"]["steps"]] + bits[REFERENCE, 4]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["AR", REFERENCE])
+def test_nats_of_other_rows_are_one_line(whole, copied, monkeypatch, name):
+    monkeypatch.setattr(text_table, "QUICK", TINY)
+    without_pairs(copied, "AR")
+    write_nats(nats_file(copied, name), {count: X0[:, 0] * 1.0 for count in (1, 2, 4)}, "0" * 64)
+    done = vmd(*words_for(whole.source, copied, "--resume", only=("AR",)))
+    assert done.code == 2
+    assert f"{nats_file(copied, name)}: nats of other rows of the text" in done.err.splitlines()[-1]
+
+
 # Tables and pictures
 
 
@@ -548,7 +655,7 @@ def test_a_stopped_run_goes_on_to_the_same_results(whole, tmp_path, monkeypatch,
     assert seen == [(FOLDERS[1], step) for step in again]  # and nothing of the finished one
     rows = rows_of(read(tmp_path / "out"), *PAIR)
     unjudged = [row for row in rows_of(whole.results, *PAIR) if row["metric"] != "judged_bits"]
-    assert timeless(rows) == timeless(unjudged)
+    assert timeless(rows) == timeless(unpaired(unjudged))
     assert "judged_bits" not in {row["metric"] for row in rows}
     assert "no judge" in done.err
 
@@ -585,8 +692,8 @@ def test_systems_run_one_by_one_stand_in_one_table(whole, tmp_path):
         assert ("no judge" in done.err) is (name == "codes, r = 4")
     results = read(tmp_path / "out")
     assert list(results["systems"]) == [JUDGE, "codes, r = 4", "AR"]
-    assert timeless(rows_of(results, "AR")) == timeless(rows_of(whole.results, "AR"))
-    assert timeless(rows_of(results, "codes, r = 4")) == timeless(rows_of(whole.results, "codes, r = 4"))
+    for name in ("AR", "codes, r = 4"):
+        assert timeless(rows_of(results, name)) == timeless(unpaired(rows_of(whole.results, name)))
     assert "codes, r = 4" in done.out
 
 
@@ -715,6 +822,7 @@ def damage(results: dict, path: str, value: object) -> None:
         ("rows/0/metric", None),
         ("rows/0/setting", None),
         ("rows/0/value", "x"),
+        ("rows/0/metric", "bits_apart"),  # from nothing
     ],
 )
 def test_damaged_results_are_one_line_before_anything_is_trained(whole, copied, path, value, monkeypatch):
@@ -1065,7 +1173,7 @@ def test_slow_systems_of_a_quick_scan_run_only_if_they_are_named(source, tmp_pat
         return None, {"training_seconds": 0}
 
     monkeypatch.setattr(text_table, "train_system", no_training)
-    monkeypatch.setattr(text_table, "bits_rows", lambda *rest: [])
+    monkeypatch.setattr(text_table, "bits_rows", lambda *rest: ([], {}))
     monkeypatch.setattr(text_table, "collect", lambda *rest: {"systems": {}, "rows": []})
     monkeypatch.setattr(text_table, "write_results", lambda results, out: results)
     options = {"table": "text-scan", "command": "", "data": str(source), "quick": True}

@@ -371,11 +371,13 @@ def sudoku_grids(results: dict) -> Table:
 def text_tables(results: dict) -> list[tuple[str, Table]]:
     if results["name"] == "text-scan":
         return [("Certified bits per character of the validation text", text_bits_table(results))]
-    return [
+    tables = [
         ("Certified bits per character of the test text, and real words of samples, by evaluations", text_summary(results)),
         ("Certified bits per character of the test text", text_bits_table(results)),
+        ("Against the four steps of BD3-LM, r = 4: paired difference, bits per character", text_paired_table(results)),
         ("Samples at temperature 1, random order", text_samples_table(results)),
     ]
+    return [(title, table) for title, table in tables if table[1]]
 
 
 def as_trained(results: dict) -> list[dict]:
@@ -431,7 +433,7 @@ def text_bits_table(results: dict) -> Table:
             trained = f"{bound['value']:.4f} ({what})"
         if surrogate is not None:
             apart = find(rows, system=name, metric="surrogate_apart")
-            told = "" if apart is None else f", {apart['value']:+.4f} ± {apart['stderr'] or 0:.4f} of N = r"
+            told = "" if apart is None else f", {signed(apart)} of N = r"
             trained = f"{surrogate['value']:.4f} (surrogate{told})"
         whole = "" if everything is None else number(everything["value"], 4, everything["stderr"])
         perplexity = "" if everything is None else f"{2 ** everything['value']:.3f}"
@@ -442,6 +444,22 @@ def text_bits_table(results: dict) -> Table:
     steps = ["N = r", "perplexity", "N = 1", "N = 2", "N = 4"]
     headers = ["system", "parameters", "characters seen", "minutes", "r", *steps, "KL of z, nats a block", "objective"]
     return headers, lines
+
+
+def signed(apart: dict) -> str:
+    return f"{apart['value']:+.4f} ± {apart['stderr'] or 0:.4f}"
+
+
+def text_paired_table(results: dict) -> Table:
+    """By steps per block: a system's bits less those of one other, row by row of text."""
+    rows = [row for row in results["rows"] if row["metric"] == "bits_apart"]
+    counts = sorted({row["setting"]["steps"] for row in rows})
+    lines = []
+    for name, other in {row["system"]: row["setting"]["from"] for row in rows}.items():
+        found = [find(rows, system=name, steps=count) for count in counts]
+        against = f"{other['system']}, N = {other['steps']}"
+        lines.append([name, against, *("" if row is None else signed(row) for row in found)])
+    return ["system", "against", *(f"N = {count}" for count in counts)], lines
 
 
 YARDSTICKS = {"test_text": "other rows of the test text", "random_letters": "letters drawn one by one, as often as in text"}

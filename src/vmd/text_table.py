@@ -27,6 +27,7 @@ from vmd.files import make_folder, write_atomically
 from vmd.likelihood import Bits, in_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.model import VMD, WEIGHTS_FILE
+from vmd.paired import NATS_FILE, pair_all, write_nats
 from vmd.presets import preset
 from vmd.progress import progress_bar
 from vmd.sampling import RULES
@@ -279,19 +280,23 @@ def step_counts(run: RunConfig) -> list[int]:
     return sorted({count for count in (*few, *trained, r) if 1 <= count <= r})
 
 
-def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> list[dict]:
-    """Certified bits per character at every number of steps, and the paper's objective, or the bounds that were trained."""
-    rows = []
+def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> tuple[list[dict], dict[int, Tensor]]:
+    """Certified bits per character at every number of steps, and the paper's objective, or the bounds that were trained.
+
+    Beside these rows {steps: (n,)}, the nats of every row of text.
+    """
+    rows: list[dict] = []
+    nats: dict[int, Tensor] = {}
     chunk = rows_per_score(model)
-    latent, scored, per_row = model.config.latent, {}, x0.new_zeros(0)
+    latent, scored = model.config.latent, {}
     z = "once" if model.config.z_reaches_later_blocks else "fresh"
     for steps in step_counts(run):
         samples = budget.iwae if latent.kind == "gaussian" else 1
         generator = torch.Generator(x0.device).manual_seed(0)
-        per_row = nats = nll_bound(
+        nats[steps] = nll_bound(
             model, x0, steps, z=z, samples=samples, chunk=chunk, generator=generator, steps_scored=budget.steps_scored
         )
-        scored[steps] = bits = in_bits(nats, x0.shape[1])
+        scored[steps] = bits = in_bits(nats[steps], x0.shape[1])
         setting = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "rule": "sample", "n": len(x0)}
         setting |= {"z": z if model.config.has_latent else "none", "iwae": samples}
         setting |= {"steps_scored": min(steps, budget.steps_scored)} if z == "fresh" else {}
@@ -302,7 +307,7 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> list[di
     else:
         draws = 4 if model.config.blocks > 1 else budget.steps_scored  # a mask of one block says little of the others
         totals = objective_nats(model, x0, score_entropy=run.objective.score_entropy, draws=draws)
-        value, apart = in_bits(totals, x0.shape[1]), in_bits(totals - per_row, x0.shape[1])
+        value, apart = in_bits(totals, x0.shape[1]), in_bits(totals - nats[run.model.block_size], x0.shape[1])
     surrogate = not model.config.bounded_by_counts and run.objective.masking != "steps"
     name = "surrogate" if surrogate else "own_bound"
     setting = {"steps": 0, "nfe": 0, "n": len(x0)}
@@ -314,7 +319,7 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> list[di
     if surrogate:  # row by row: what both share is not noise
         setting = {"steps": run.model.block_size, "nfe": 0, "n": len(x0)}
         rows.append({"setting": setting, "metric": "surrogate_apart", "value": apart.value, "stderr": apart.stderr})
-    return rows
+    return rows, nats
 
 
 @torch.no_grad()
@@ -491,9 +496,11 @@ def reproduce_text(
         sampled = budget.draws > 0 and not system.judge
         known_words = words() if sampled else set()
         started = time.perf_counter()
-        rows = bits_rows(model, run, x0, budget)
+        rows, nats = bits_rows(model, run, x0, budget)
         if sampled:
             rows += sample_rows(model, run, tested, reference, known_words, budget.draws, folder_of(out, system))
+        if not scan:
+            write_nats(folder_of(out, system) / NATS_FILE, nats, scored)
         about["measuring_seconds"] = time.perf_counter() - started
         if system.added_to:
             about["base"] = done[system.added_to]["configuration"]
@@ -508,6 +515,9 @@ def reproduce_text(
 
     results = run_systems(runs, done, command, device, run_system, write)
     if budget.draws and judge_all(systems, done, tested, out, device, on_note):
+        results = write()
+    files = {name: folder_of(out, system) / NATS_FILE for name, system in systems.items()}
+    if not scan and pair_all(done, files, scored, budget.length):
         results = write()
     return results
 
