@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from helpers import (
     tiny_model,
 )
 from vmd import training
+from vmd.codes import order_targets
 from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import deterministic
 from vmd.diagnostics import diagnose
@@ -578,3 +581,43 @@ def test_codes_fit_the_budget_whatever_the_vocabulary(monkeypatch):
         x0 = torch.zeros(1, 4, dtype=torch.long)
         model.decoder.code_marginals(model.decoder.code_features(x0, x0))
     assert made == [2, 2, 2, 1]
+
+
+# What the kernel is given, with another in its place that is as plain as can be
+
+
+def plain_kernel(features, base, rows, bias, x0, target):
+    """What `vmd.code_kernels.score_codes` promises, token by token."""
+    found, (order, counts) = torch.zeros(len(features), rows.shape[1]), order_targets(target, len(rows))
+    for place, (tokens, count) in enumerate(zip(order.long(), counts, strict=True)):
+        for i in tokens[:count]:
+            logits = base[i] + rows[place].float() @ features[i] + bias[place]
+            found[i] = logits.log_softmax(-1)[:, x0[i]]
+    return found
+
+
+@pytest.mark.parametrize("by_place", [True, False])
+@shapes
+@torch.no_grad()
+def test_scores_by_a_kernel_are_those_of_plain_logits(by_place, length, r, monkeypatch):
+    model = strong_model(length, r, V, dataclasses.replace(codes(), by_place=by_place))
+    xt, x0, target = step_inputs(length, r)
+    plain, alone = model.coder.code_scores_twice(xt, x0, target)
+    monkeypatch.setitem(sys.modules, "vmd.code_kernels", types.SimpleNamespace(score_codes=plain_kernel))
+    monkeypatch.setattr(model.coder, "kernel_scores", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)  # as exact as the plain way
+    by_kernel, alone_by_kernel = model.coder.code_scores_twice(xt, x0, target)
+    assert torch.allclose(plain.log_joint(), by_kernel.log_joint(), atol=1e-4)
+    assert torch.allclose(alone, alone_by_kernel, atol=1e-4)
+
+
+def test_targets_come_first_at_their_own_place():
+    target = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 1]], dtype=torch.bool)
+    order, counts = order_targets(target, 3)
+    assert counts.tolist() == [2, 2, 2]
+    assert order.tolist() == [[3, 6, 0, 9], [1, 7, 4, 10], [2, 11, 5, 8]]
+    assert order_targets(target, 1)[0].tolist() == [[1, 2, 3, 6, 7, 11, 0, 4, 5, 8, 9, 10]]
+
+
+def test_the_kernel_is_for_bf16_on_a_gpu_that_asks_for_it():
+    assert not tiny_model(4, 2, V, codes()).coder.kernel_scores()

@@ -159,7 +159,7 @@ def test_kernels_and_their_gradients_are_the_dense_mask_s(length, r, head, own_c
     from vmd.kernels import doubled_attention  # needs Triton
 
     ours = qkv.clone().requires_grad_()
-    found, _ = doubled_attention(ours, angles.cos(), angles.sin(), 2, r, own_clean_block, keep is not None)
+    found, *_ = doubled_attention(ours, angles.cos(), angles.sin(), 2, r, own_clean_block, keep is not None)
     weights = torch.randn(found.shape, device="cuda", generator=generator)
     (wanted,) = torch.autograd.grad((expected * weights).sum(), exact)
     (gradient,) = torch.autograd.grad((found.float() * weights).sum(), ours)
@@ -402,3 +402,41 @@ def test_gaps_are_filled_as_on_a_cpu(prompt):
     )
     assert (on_gpu[:, text >= 0] == text[text >= 0]).all()
     assert (on_cpu == on_gpu).all(1).sum() >= 6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["codes=12", "by_place=true"],
+        ["codes=12"],
+        ["codes=70", "by_place=true", "head_dim=32"],
+        ["codes=12", "by_place=true", "code_chunk=5"],
+        ["kind=chain", "codes=12", "by_place=true", "span=2"],
+    ],
+    ids=" ".join,
+)
+def test_the_kernel_scores_codes_as_plain_logits_do(settings):
+    """Scores, and gradients of all weights: as far from float32 as bf16 is without the kernel, or nearer."""
+    run = text_like("model.latent.kind=categorical", *(f"model.latent.{setting}" for setting in settings))
+    model = VMD(run.model, seed=1).cuda()
+    for table in (model.coder.pathway.out, model.coder.head):  # begin at zero or near it
+        torch.nn.init.normal_(table.weight, std=0.1)
+    generator = torch.Generator("cuda").manual_seed(0)
+    x0 = torch.randint(run.model.vocab_size, (64, run.model.length), generator=generator, device="cuda")
+    target = torch.rand(x0.shape, generator=generator, device="cuda") < 0.6
+    target[: len(x0) // 2, :: run.model.block_size] = False  # places have other numbers of targets
+    xt = torch.where(target, model.mask_id, x0)
+    found = []
+    for way, kind in (("dense", "float32"), ("dense", "bf16"), ("fused", "bf16")):
+        model.zero_grad()
+        with attention.attention_by(model, way), precision(kind):
+            assert model.coder.kernel_scores() == (way == "fused")
+            codes, alone = model.coder.code_scores_twice(xt, x0, target)
+            scores = torch.cat([codes.log_joint().flatten(), alone.flatten()])
+            (codes.log_joint().logsumexp(-1).sum() + alone.sum()).backward()  # codes in parts are scored once more
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append([scores.detach(), *gradients])
+    for exact, plain, by_kernel in zip(*found, strict=True):
+        assert torch.isfinite(by_kernel).all()
+        off = [torch.linalg.vector_norm(part - exact) / torch.linalg.vector_norm(exact) for part in (plain, by_kernel)]
+        assert off[1] < 1.5 * off[0] + 1e-4

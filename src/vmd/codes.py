@@ -61,6 +61,8 @@ class CodePathway(nn.Module):
 
 
 TABLE_LIMIT, NEXT_LIMIT = 20.0, 10.0
+NEVER = -1e30  # the logit of what is never written; finite, so that it may be added to
+KERNEL_RANKS, KERNEL_VOCAB = (16, 32, 64, 128, 256), 64  # ranks of a head, and the most symbols, that the kernel knows
 
 
 def limited(x: Tensor, most: float) -> Tensor:
@@ -197,6 +199,8 @@ class CodeDecoder(Decoder):
         c = self.config
         codes = torch.arange(c.latent.codes, device=x0.device)
         per_code = max(self._per_code(x0.numel()), x0.numel() * 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
+        if self.kernel_scores():
+            per_code = x0.numel()  # no logits
         budget = largest_tensor(x0.device)
         if x0.device.type == "cpu" and not torch.is_grad_enabled():
             budget //= 2**5  # small parts are faster there; with gradients parts would be made twice
@@ -214,13 +218,14 @@ class CodeDecoder(Decoder):
         self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """(B, C, n) for n codes, of a chain (B, C, r/span, n); with weights, log sum_k pi_k p(x0_i | k) of these, (B, L)."""
-        log_p = self._score_tokens(features, some, x0)
+        score = self._score_by_kernel if self.kernel_scores() else self._score_tokens
+        log_p = score(features, some, x0, target)
         chosen = log_p.masked_fill(~target.unsqueeze(-1), 0.0).unflatten(1, (self.config.blocks, -1))
         chosen = chosen.unflatten(2, (-1, self.config.latent.span)) if self.config.latent.kind == "chain" else chosen
         return chosen.sum(-2), None if weights is None else (weights[..., some] + log_p).logsumexp(-1)
 
-    def _score_tokens(self, features: CodeFeatures, some: Tensor, x0: Tensor) -> Tensor:
-        """log p(x0_i | k) of every token, (B, L, n)."""
+    def _score_tokens(self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
+        """log p(x0_i | k) of every token, (B, L, n), be it a target or not."""
         c, pathway, n = self.config, self.pathway, len(some)
         batch, length = x0.shape
         if c.latent.code_layers:
@@ -233,6 +238,26 @@ class CodeDecoder(Decoder):
         log_p = self._logits_of_codes(h, some).float().log_softmax(-1)  # (B, L, n, V)
         index = x0.view(batch, length, 1, 1).expand(-1, -1, n, -1)
         return log_p.gather(-1, index).squeeze(-1)
+
+    def kernel_scores(self) -> bool:
+        """Whether kernels are asked for, in bf16, and have one for codes like these."""
+        c, rank = self.config, self.config.latent.head_dim or self.config.width
+        asked = self.trunk.everything.other is not None and torch.is_autocast_enabled("cuda")
+        in_the_head = c.latent.head == "bilinear" and not c.latent.code_layers
+        return asked and in_the_head and rank in KERNEL_RANKS and c.vocab_size <= KERNEL_VOCAB
+
+    def _score_by_kernel(self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
+        """log p(x0_i | k) of every target, (B, L, n), and 0 of other tokens."""
+        from vmd.code_kernels import score_codes  # needs Triton, which needs a GPU
+
+        pathway, h, vocab = self.pathway, self.trunk.norm(features.h), self.config.vocab_size
+        more = max(16, 1 << (vocab - 1).bit_length()) - vocab  # symbols that are never written: tiles are powers of two
+        out = F.pad(pathway.out.weight, (0, 0, 0, more))
+        scale, shift = (x.transpose(0, 1) for x in pathway.scale_and_shift(some))  # (r or 1, n, R)
+        rows, bias = (scale.unsqueeze(2) * out).bfloat16(), F.linear(shift, out)  # (r or 1, n, V, R), (r or 1, n, V)
+        shared = F.pad(self.head(h), (0, more), value=NEVER)
+        by_token = (part.flatten(0, 1) for part in (pathway.project(h), shared))
+        return score_codes(*by_token, rows, bias, x0.flatten(), target.flatten()).view(*x0.shape, -1)
 
     def _per_code(self, tokens: int) -> int:
         """Elements that one code adds to the largest tensor: logits of tokens, or the output layer of each place."""
@@ -280,3 +305,12 @@ def additive_log_p(logits: Tensor, tables: Tensor, x0: Tensor) -> Tensor:
     own = log_p.gather(-1, x0.unsqueeze(-1))  # (B, L, 1)
     shifted = (tables - top).permute(1, 2, 0)[place, x0]  # (B, L, n)
     return own + shifted - normaliser.log()
+
+
+def order_targets(target: Tensor, places: int) -> tuple[Tensor, Tensor]:
+    """The tokens of each place (places, n), targets first, and how many these are."""
+    target = target.flatten().view(-1, places).T
+    counts = target.sum(1, dtype=torch.int32)
+    position = torch.where(target, target.cumsum(1), counts.unsqueeze(1) + (~target).cumsum(1)) - 1
+    token = torch.arange(target.numel(), device=target.device).view(-1, places).T
+    return torch.empty(target.shape, dtype=torch.long, device=target.device).scatter_(1, position, token).int(), counts

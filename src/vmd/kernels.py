@@ -2,8 +2,9 @@
 
 Over the doubled sequence [xt ; x0] a tile of queries reads its own noisy block and the clean blocks before it, and nothing
 else: a quarter of what a dense mask makes. Over a short sequence that is one block, a head's keys and values are loaded
-once. Rotary positions are turned while tiles are loaded; queries, keys and values stay packed as the projection wrote them;
-the backward pass makes the scores again instead of keeping them (as FlashAttention does: Dao et al. 2022).
+once, and rotary positions are turned while that is done; of the doubled sequence many tiles read the same keys, so queries
+and keys are turned before. The backward pass makes the scores again instead of keeping them (as FlashAttention does: Dao et
+al. 2022).
 """
 
 import torch
@@ -47,6 +48,30 @@ def store_turned_back(base, rows, positions, ok, cos, sin, first, second, ROW: t
 
 
 @triton.jit
+def turn_kernel(
+    qkv, cos, sin, turned, rows, length, scale, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Queries and keys of some tokens (B 2L, 2 H D), turned, the halves of a head interleaved, and queries scaled.
+
+    Done once, because every tile of queries would turn all the keys it sees anew.
+    """
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    column = tl.arange(0, C)[None, :]  # of the H D pairs of queries and keys
+    ok = (row < rows)[:, None] & (column < H * D)
+    head, half = column // (D // 2), column % (D // 2)
+    first = qkv + row[:, None] * (3 * H * D) + head * D + half
+    a = tl.load(first, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(first + D // 2, mask=ok, other=0.0).to(tl.float32)
+    angle = (row % length)[:, None] * (D // 2) + half
+    by = tl.where(head < H, scale, 1.0)
+    c, s = tl.load(cos + angle, mask=ok, other=0.0) * by, tl.load(sin + angle, mask=ok, other=0.0) * by
+    both = tl.reshape(tl.join(a * c - b * s, a * s + b * c), (BM, 2 * C))
+    to = tl.arange(0, 2 * C)[None, :]
+    there = (row < rows)[:, None] & (to < 2 * H * D)
+    tl.store(turned + row[:, None] * (2 * H * D) + to, both.to(turned.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def visible(query_block, key_block, same: tl.constexpr, ahead):
     """Queries of a block see keys of the same block, or of blocks before `query_block + ahead`."""
     if same:
@@ -57,15 +82,14 @@ def visible(query_block, key_block, same: tl.constexpr, ahead):
 
 @triton.jit
 def absorb(
-    acc, top, total, q1, q2, query_block, keys, values, cos, sin, first_key, stream, last, ahead, same: tl.constexpr,
-    masked: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    acc, top, total, q, query_block, keys, values, first_key, stream, last, ahead, same: tl.constexpr,
+    masked: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys and values, into a running softmax in base 2."""
     positions = first_key + tl.arange(0, BN)
     ok = positions < last
-    k1, k2 = load_turned(keys, stream + positions, positions, ok, cos, sin, ROW, D // 2)
-    v = load_rows(values, stream + positions, ok, ROW, D)
-    scores = tl.dot(q1, tl.trans(k1.to(q1.dtype))) + tl.dot(q2, tl.trans(k2.to(q2.dtype)))
+    k, v = load_rows(keys, stream + positions, ok, 2 * W, D), load_rows(values, stream + positions, ok, 3 * W, D)
+    scores = tl.dot(q, tl.trans(k))
     if masked:
         seen = visible(query_block, positions // R, same, ahead) & ok[None, :]
         scores = tl.where(seen, scores, NOTHING_IN_KERNEL)
@@ -81,144 +105,117 @@ NOTHING_IN_KERNEL: tl.constexpr = tl.constexpr(NOTHING)
 
 @triton.jit
 def forward_kernel(
-    qkv, cos, sin, out, lse, length, scale, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr,
+    qkv, turned, out, lse, length, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, OWN: tl.constexpr,
     NOISY_ONLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head of one sequence."""
-    ROW: tl.constexpr = 3 * H * D
+    W: tl.constexpr = H * D
     tiles = tl.cdiv(length, BM)
     clean = tl.program_id(1) // tiles
     first = tl.program_id(1) % tiles * BM
     batch, head = tl.program_id(0) // H, tl.program_id(0) % H
-    base = qkv + batch.to(tl.int64) * (2 * length * ROW) + head * D
+    token = batch.to(tl.int64) * (2 * length)
+    asked, values = turned + token * (2 * W) + head * D, qkv + token * (3 * W) + 2 * W + head * D
+    keys = asked + W
     queries = 1 if NOISY_ONLY else 2
     positions = first + tl.arange(0, BM)
     ok = positions < length
     rows = clean * length + positions
-    q1, q2 = load_turned(base, rows, positions, ok, cos, sin, ROW, D // 2)
-    q1, q2 = (q1 * scale).to(qkv.dtype.element_ty), (q2 * scale).to(qkv.dtype.element_ty)
+    q = load_rows(asked, rows, ok, 2 * W, D)
     query_block = positions // R
     acc = tl.zeros([BM, D], tl.float32)
     top = tl.full([BM], NOTHING_IN_KERNEL, tl.float32)
     total = tl.zeros([BM], tl.float32)
     first_block, last_block = first // R, (tl.minimum(first + BM, length) - 1) // R
-    keys, values = base + H * D, base + 2 * H * D
     if clean == 0:  # a noisy block sees itself
         end = tl.minimum((last_block + 1) * R, length)
         for key in range(first_block * R, end, BN):
             acc, top, total = absorb(
-                acc, top, total, q1, q2, query_block, keys, values, cos, sin, key, 0, end, 0, True, True, R, ROW, D, BN
-            )
+                acc, top, total, q, query_block, keys, values, key, 0, end, 0, True, True, R, W, D, BN
+            )  # fmt: skip
     ahead = tl.where(clean == 1, 1, 1 if OWN else 0)  # whether the clean copy of the block itself is seen
     whole = (first_block + ahead) * R // BN * BN  # every query of the tile sees all keys before
     end = tl.minimum((last_block + ahead) * R, length)
     whole = tl.minimum(whole, end // BN * BN)
     for key in range(0, whole, BN):
         acc, top, total = absorb(
-            acc,
-            top,
-            total,
-            q1,
-            q2,
-            query_block,
-            keys,
-            values,
-            cos,
-            sin,
-            key,
-            length,
-            end,
-            ahead,
-            False,
-            False,
-            R,
-            ROW,
-            D,
-            BN,
-        )
+            acc, top, total, q, query_block, keys, values, key, length, end, ahead, False, False, R, W, D, BN
+        )  # fmt: skip
     for key in range(whole, end, BN):
         acc, top, total = absorb(
-            acc, top, total, q1, q2, query_block, keys, values, cos, sin, key, length, end, ahead, False, True, R, ROW, D, BN
-        )
+            acc, top, total, q, query_block, keys, values, key, length, end, ahead, False, True, R, W, D, BN
+        )  # fmt: skip
     acc = acc / total[:, None]
     out_rows = batch.to(tl.int64) * (queries * length) + rows
-    at = out_rows[:, None] * (H * D) + head * D + tl.arange(0, D)[None, :]
+    at = out_rows[:, None] * W + head * D + tl.arange(0, D)[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok[:, None])
     tl.store(lse + tl.program_id(0).to(tl.int64) * (queries * length) + rows, top + tl.log2(total), mask=ok)
 
 
 @triton.jit
 def add_to_dq(
-    dq1, dq2, q1, q2, do, lse, delta, query_block, keys, values, cos, sin, first_key, stream, last, ahead,
-    same: tl.constexpr, masked: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+    dq, q, do, lse, delta, query_block, keys, values, first_key, stream, last, ahead, same: tl.constexpr,
+    masked: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     positions = first_key + tl.arange(0, BN)
     ok = positions < last
-    k1, k2 = load_turned(keys, stream + positions, positions, ok, cos, sin, ROW, D // 2)
-    k1, k2 = k1.to(q1.dtype), k2.to(q2.dtype)
-    v = load_rows(values, stream + positions, ok, ROW, D)
-    scores = tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))
-    p = tl.exp2(scores - lse[:, None])
+    k, v = load_rows(keys, stream + positions, ok, 2 * W, D), load_rows(values, stream + positions, ok, 3 * W, D)
+    p = tl.exp2(tl.dot(q, tl.trans(k)) - lse[:, None])
     if masked:
         seen = visible(query_block, positions // R, same, ahead) & ok[None, :]
         p = tl.where(seen, p, 0.0)
-    ds = (p * (tl.dot(do, tl.trans(v)) - delta[:, None])).to(q1.dtype)
-    return dq1 + tl.dot(ds, k1), dq2 + tl.dot(ds, k2)
+    return dq + tl.dot((p * (tl.dot(do, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
 
 
 @triton.jit
 def query_gradient_kernel(
-    qkv, cos, sin, out, dout, lse, delta, dqkv, length, scale, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    qkv, turned, cos, sin, out, dout, lse, delta, dqkv, length, scale, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     OWN: tl.constexpr, NOISY_ONLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of queries; also writes delta, the sum of out * dout, for the keys' kernel."""
-    ROW: tl.constexpr = 3 * H * D
+    W: tl.constexpr = H * D
     tiles = tl.cdiv(length, BM)
     clean = tl.program_id(1) // tiles
     first = tl.program_id(1) % tiles * BM
     batch, head = tl.program_id(0) // H, tl.program_id(0) % H
-    place = batch.to(tl.int64) * (2 * length * ROW) + head * D
-    base = qkv + place
+    token = batch.to(tl.int64) * (2 * length)
+    asked, values = turned + token * (2 * W) + head * D, qkv + token * (3 * W) + 2 * W + head * D
+    keys = asked + W
     queries = 1 if NOISY_ONLY else 2
     positions = first + tl.arange(0, BM)
     ok = positions < length
     rows = clean * length + positions
-    q1, q2 = load_turned(base, rows, positions, ok, cos, sin, ROW, D // 2)
-    q1, q2 = (q1 * scale).to(qkv.dtype.element_ty), (q2 * scale).to(qkv.dtype.element_ty)
-    out_base = batch.to(tl.int64) * (queries * length * H * D) + head * D
-    do = load_rows(dout + out_base, rows, ok, H * D, D)
-    o = load_rows(out + out_base, rows, ok, H * D, D)
+    q = load_rows(asked, rows, ok, 2 * W, D)
+    out_base = batch.to(tl.int64) * (queries * length * W) + head * D
+    do = load_rows(dout + out_base, rows, ok, W, D)
+    o = load_rows(out + out_base, rows, ok, W, D)
     my_delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = tl.program_id(0).to(tl.int64) * (queries * length) + rows
     tl.store(delta + at, my_delta, mask=ok)
     my_lse = tl.load(lse + at, mask=ok, other=0.0)
     query_block = positions // R
-    dq1 = tl.zeros([BM, D // 2], tl.float32)
-    dq2 = tl.zeros([BM, D // 2], tl.float32)
+    dq = tl.zeros([BM, D], tl.float32)
     first_block, last_block = first // R, (tl.minimum(first + BM, length) - 1) // R
-    keys, values = base + H * D, base + 2 * H * D
     if clean == 0:
         end = tl.minimum((last_block + 1) * R, length)
         for key in range(first_block * R, end, BN):
-            dq1, dq2 = add_to_dq(
-                dq1, dq2, q1, q2, do, my_lse, my_delta, query_block, keys, values, cos, sin, key, 0, end, 0, True, True, R,
-                ROW, D, BN,
+            dq = add_to_dq(
+                dq, q, do, my_lse, my_delta, query_block, keys, values, key, 0, end, 0, True, True, R, W, D, BN
             )  # fmt: skip
     ahead = tl.where(clean == 1, 1, 1 if OWN else 0)
     end = tl.minimum((last_block + ahead) * R, length)
     whole = tl.minimum((first_block + ahead) * R // BN * BN, end // BN * BN)
     for key in range(0, whole, BN):
-        dq1, dq2 = add_to_dq(
-            dq1, dq2, q1, q2, do, my_lse, my_delta, query_block, keys, values, cos, sin, key, length, end, ahead,
-            False, False, R, ROW, D, BN,
+        dq = add_to_dq(
+            dq, q, do, my_lse, my_delta, query_block, keys, values, key, length, end, ahead, False, False, R, W, D, BN
         )  # fmt: skip
     for key in range(whole, end, BN):
-        dq1, dq2 = add_to_dq(
-            dq1, dq2, q1, q2, do, my_lse, my_delta, query_block, keys, values, cos, sin, key, length, end, ahead,
-            False, True, R, ROW, D, BN,
+        dq = add_to_dq(
+            dq, q, do, my_lse, my_delta, query_block, keys, values, key, length, end, ahead, False, True, R, W, D, BN
         )  # fmt: skip
-    scale_back = scale / LOG2_E_IN_KERNEL
-    store_turned_back(dqkv + place, rows, positions, ok, cos, sin, dq1 * scale_back, dq2 * scale_back, ROW, D // 2)
+    to = dqkv + token * (3 * W) + head * D
+    dq1, dq2 = tl.split(tl.reshape(dq * (scale / LOG2_E_IN_KERNEL), (BM, D // 2, 2)))
+    store_turned_back(to, rows, positions, ok, cos, sin, dq1, dq2, 3 * W, D // 2)
 
 
 LOG2_E_IN_KERNEL: tl.constexpr = tl.constexpr(LOG2_E)
@@ -226,86 +223,78 @@ LOG2_E_IN_KERNEL: tl.constexpr = tl.constexpr(LOG2_E)
 
 @triton.jit
 def add_to_dkv(
-    dk1, dk2, dv, k1, k2, v, key_block, qkv, dout, lse, delta, cos, sin, first_query, stream, length, ahead, scale,
-    same: tl.constexpr, R: tl.constexpr, ROW: tl.constexpr, OUT_ROW: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
+    dk, dv, k, v, key_block, asked, dout, lse, delta, first_query, stream, length, ahead, same: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     positions = first_query + tl.arange(0, BM)
     ok = positions < length
     rows = stream + positions
-    q1, q2 = load_turned(qkv, rows, positions, ok, cos, sin, ROW, D // 2)
-    q1, q2 = (q1 * scale).to(k1.dtype), (q2 * scale).to(k2.dtype)
-    do = load_rows(dout, rows, ok, OUT_ROW, D)
+    q, do = load_rows(asked, rows, ok, 2 * W, D), load_rows(dout, rows, ok, W, D)
     my_lse = tl.load(lse + rows, mask=ok, other=0.0)
     my_delta = tl.load(delta + rows, mask=ok, other=0.0)
-    scores = tl.dot(k1, tl.trans(q1)) + tl.dot(k2, tl.trans(q2))  # (keys, queries)
+    scores = tl.dot(k, tl.trans(q))  # (keys, queries)
     seen = tl.trans(visible(positions // R, key_block, same, ahead)) & ok[None, :]
     p = tl.where(seen, tl.exp2(scores - my_lse[None, :]), 0.0)
     dv += tl.dot(p.to(do.dtype), do)
-    ds = (p * (tl.dot(v, tl.trans(do)) - my_delta[None, :])).to(q1.dtype)
-    return dk1 + tl.dot(ds, q1), dk2 + tl.dot(ds, q2), dv
+    ds = (p * (tl.dot(v, tl.trans(do)) - my_delta[None, :])).to(q.dtype)
+    return dk + tl.dot(ds, q), dv
 
 
 @triton.jit
 def key_gradient_kernel(
-    qkv, cos, sin, dout, lse, delta, dqkv, length, scale, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    qkv, turned, cos, sin, dout, lse, delta, dqkv, length, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     OWN: tl.constexpr, NOISY_ONLY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values."""
-    ROW: tl.constexpr = 3 * H * D
-    OUT_ROW: tl.constexpr = H * D
+    W: tl.constexpr = H * D
     tiles = tl.cdiv(length, BN)
     clean = tl.program_id(1) // tiles
     first = tl.program_id(1) % tiles * BN
     batch, head = tl.program_id(0) // H, tl.program_id(0) % H
-    place = batch.to(tl.int64) * (2 * length * ROW) + head * D
-    base = qkv + place
+    token = batch.to(tl.int64) * (2 * length)
+    asked = turned + token * (2 * W) + head * D
     queries = 1 if NOISY_ONLY else 2
-    dout_base = dout + batch.to(tl.int64) * (queries * length * OUT_ROW) + head * D
+    dout_base = dout + batch.to(tl.int64) * (queries * length * W) + head * D
     at = tl.program_id(0).to(tl.int64) * (queries * length)
     lse_base, delta_base = lse + at, delta + at
     positions = first + tl.arange(0, BN)
     ok = positions < length
     rows = clean * length + positions
-    k1, k2 = load_turned(base + H * D, rows, positions, ok, cos, sin, ROW, D // 2)
-    k1, k2 = k1.to(qkv.dtype.element_ty), k2.to(qkv.dtype.element_ty)
-    v = load_rows(base + 2 * H * D, rows, ok, ROW, D)
+    k = load_rows(asked + W, rows, ok, 2 * W, D)
+    v = load_rows(qkv + token * (3 * W) + 2 * W + head * D, rows, ok, 3 * W, D)
     key_block = positions // R
-    dk1 = tl.zeros([BN, D // 2], tl.float32)
-    dk2 = tl.zeros([BN, D // 2], tl.float32)
-    dv = tl.zeros([BN, D], tl.float32)
+    dk, dv = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
     first_block, last_block = first // R, (tl.minimum(first + BN, length) - 1) // R
     if clean == 0:  # seen by its own noisy block alone
         for query in range(first_block * R, tl.minimum((last_block + 1) * R, length), BM):
-            dk1, dk2, dv = add_to_dkv(
-                dk1, dk2, dv, k1, k2, v, key_block, base, dout_base, lse_base, delta_base, cos, sin, query, 0, length, 0,
-                scale, True, R, ROW, OUT_ROW, D, BM,
+            dk, dv = add_to_dkv(
+                dk, dv, k, v, key_block, asked, dout_base, lse_base, delta_base, query, 0, length, 0, True, R, W, D, BM
             )  # fmt: skip
     else:
         ahead = 1 if OWN else 0
-        start = (first_block + 1 - ahead) * R
-        for query in range(start, length, BM):
-            dk1, dk2, dv = add_to_dkv(
-                dk1, dk2, dv, k1, k2, v, key_block, base, dout_base, lse_base, delta_base, cos, sin, query, 0, length, ahead,
-                scale, False, R, ROW, OUT_ROW, D, BM,
+        for query in range((first_block + 1 - ahead) * R, length, BM):
+            dk, dv = add_to_dkv(
+                dk, dv, k, v, key_block, asked, dout_base, lse_base, delta_base, query, 0, length, ahead, False, R, W, D, BM
             )  # fmt: skip
         if not NOISY_ONLY:
             for query in range(first_block * R, length, BM):
-                dk1, dk2, dv = add_to_dkv(
-                    dk1, dk2, dv, k1, k2, v, key_block, base, dout_base, lse_base, delta_base, cos, sin, query, length,
-                    length, 1, scale, False, R, ROW, OUT_ROW, D, BM,
+                dk, dv = add_to_dkv(
+                    dk, dv, k, v, key_block, asked, dout_base, lse_base, delta_base, query, length, length, 1, False, R, W,
+                    D, BM,
                 )  # fmt: skip
-    unscale = 1 / LOG2_E_IN_KERNEL
-    store_turned_back(dqkv + place + H * D, rows, positions, ok, cos, sin, dk1 * unscale, dk2 * unscale, ROW, D // 2)
-    to = dqkv + place + 2 * H * D + rows[:, None] * ROW + tl.arange(0, D)[None, :]
-    tl.store(to, dv.to(dqkv.dtype.element_ty), mask=ok[:, None])
+    to = dqkv + token * (3 * W) + W + head * D
+    dk1, dk2 = tl.split(tl.reshape(dk * (1 / LOG2_E_IN_KERNEL), (BN, D // 2, 2)))
+    store_turned_back(to, rows, positions, ok, cos, sin, dk1, dk2, 3 * W, D // 2)
+    at_v = to + W + rows[:, None] * (3 * W) + tl.arange(0, D)[None, :]
+    tl.store(at_v, dv.to(dqkv.dtype.element_ty), mask=ok[:, None])
 
 
-# Queries and keys of a tile, warps and stages, by kernel and size of a head: the fastest on an H200 at 256 tokens
-# (of 32 and 64; not tuned for 128).
+# Queries and keys of a tile, warps and stages, by kernel and size of a head: for heads of 32 the fastest on an H200 at 256
+# tokens; not tuned for others.
 TILES = {
     "forward": {32: (64, 32, 4, 3), 64: (64, 32, 4, 3), 128: (64, 32, 8, 3)},
-    "queries": {32: (64, 32, 4, 3), 64: (64, 64, 4, 2), 128: (64, 32, 8, 3)},
-    "keys": {32: (64, 128, 4, 3), 64: (32, 128, 4, 3), 128: (32, 64, 8, 2)},  # 3 stages of float32 do not fit
+    "queries": {32: (128, 32, 4, 3), 64: (64, 64, 4, 2), 128: (64, 32, 8, 3)},
+    "keys": {32: (32, 64, 4, 3), 64: (32, 64, 4, 3), 128: (32, 64, 8, 2)},  # 3 stages of float32 do not fit
 }
 
 
@@ -316,52 +305,58 @@ def tile_sizes(kernel: str, head_dim: int) -> dict[str, int]:
 @torch.library.custom_op("vmd::doubled_attention", mutates_args=())
 def doubled_attention(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, block_size: int, own_clean_block: bool, noisy_only: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Packed projections (B, 2L, 3 H D) and the rotary table (L, D / 2) -> (B, 2L or L, H D), and what backward needs."""
     batch, both, width = qkv.shape
     length, head_dim = both // 2, width // (3 * heads)
     queries = length if noisy_only else both
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+    turned = qkv.new_empty(batch, both, 2 * heads * head_dim)
+    tokens, columns = batch * both, triton.next_power_of_2(heads * head_dim)
+    sizes = {"H": heads, "D": head_dim, "C": columns, "BM": max(1, 2048 // columns)}
+    grid = (triton.cdiv(tokens, sizes["BM"]),)
+    turn_kernel[grid](qkv, cos, sin, turned, tokens, length, head_dim**-0.5 * LOG2_E, **sizes)
     out = qkv.new_empty(batch, queries, heads * head_dim)
     lse = torch.empty(batch * heads, queries, device=qkv.device, dtype=torch.float32)
     sizes = tile_sizes("forward", head_dim)
     tiles = triton.cdiv(length, sizes["BM"]) * (1 if noisy_only else 2)
     forward_kernel[(batch * heads, tiles)](  # the first axis of a grid is the long one
-        qkv.contiguous(), cos, sin, out, lse, length, head_dim**-0.5 * LOG2_E,
-        H=heads, D=head_dim, R=block_size, OWN=own_clean_block, NOISY_ONLY=noisy_only, **sizes,
+        qkv, turned, out, lse, length, H=heads, D=head_dim, R=block_size, OWN=own_clean_block, NOISY_ONLY=noisy_only, **sizes
     )  # fmt: skip
-    return out, lse
+    return out, lse, turned
 
 
 @doubled_attention.register_fake
 def _(qkv, cos, sin, heads, block_size, own_clean_block, noisy_only):
     batch, both, width = qkv.shape
     queries = both // 2 if noisy_only else both
-    return qkv.new_empty(batch, queries, width // 3), qkv.new_empty(batch * heads, queries, dtype=torch.float32)
+    lse = qkv.new_empty(batch * heads, queries, dtype=torch.float32)
+    return qkv.new_empty(batch, queries, width // 3), lse, qkv.new_empty(batch, both, width // 3 * 2)
 
 
 @torch.library.custom_op("vmd::doubled_attention_backward", mutates_args=())
 def doubled_attention_backward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, out: Tensor, dout: Tensor, lse: Tensor, heads: int, block_size: int,
-    own_clean_block: bool, noisy_only: bool,
+    qkv: Tensor, cos: Tensor, sin: Tensor, out: Tensor, dout: Tensor, lse: Tensor, turned: Tensor, heads: int,
+    block_size: int, own_clean_block: bool, noisy_only: bool,
 ) -> Tensor:  # fmt: skip
     batch, both, width = qkv.shape
     length, head_dim = both // 2, width // (3 * heads)
-    qkv = qkv.contiguous()
+    qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     dqkv = torch.zeros_like(qkv) if noisy_only else torch.empty_like(qkv)  # the clean queries were not asked
     delta = torch.empty_like(lse)
     same = {"H": heads, "D": head_dim, "R": block_size, "OWN": own_clean_block, "NOISY_ONLY": noisy_only}
     scale = head_dim**-0.5 * LOG2_E
     sizes = tile_sizes("queries", head_dim)
     grid = (batch * heads, triton.cdiv(length, sizes["BM"]) * (1 if noisy_only else 2))
-    query_gradient_kernel[grid](qkv, cos, sin, out, dout, lse, delta, dqkv, length, scale, **same, **sizes)
+    query_gradient_kernel[grid](qkv, turned, cos, sin, out, dout, lse, delta, dqkv, length, scale, **same, **sizes)
     sizes = tile_sizes("keys", head_dim)
     grid = (batch * heads, 2 * triton.cdiv(length, sizes["BN"]))
-    key_gradient_kernel[grid](qkv, cos, sin, dout, lse, delta, dqkv, length, scale, **same, **sizes)
+    key_gradient_kernel[grid](qkv, turned, cos, sin, dout, lse, delta, dqkv, length, **same, **sizes)
     return dqkv
 
 
 @doubled_attention_backward.register_fake
-def _(qkv, cos, sin, out, dout, lse, heads, block_size, own_clean_block, noisy_only):
+def _(qkv, cos, sin, out, dout, lse, turned, heads, block_size, own_clean_block, noisy_only):
     return torch.empty_like(qkv, memory_format=torch.contiguous_format)
 
 
@@ -370,9 +365,9 @@ def keep_for_backward(ctx, inputs, output) -> None:
     ctx.save_for_backward(qkv, cos, sin, *output)
 
 
-def backward(ctx, dout: Tensor, _):
-    qkv, cos, sin, out, lse = ctx.saved_tensors
-    dqkv = doubled_attention_backward(qkv, cos, sin, out, dout.contiguous(), lse, *ctx.settings)
+def backward(ctx, dout: Tensor, *_):
+    qkv, cos, sin, out, lse, turned = ctx.saved_tensors
+    dqkv = doubled_attention_backward(qkv, cos, sin, out, dout.contiguous(), lse, turned, *ctx.settings)
     return dqkv, None, None, None, None, None, None
 
 

@@ -74,6 +74,7 @@ SYSTEMS = (
     System("BD3-LM, r = 4", "text-mdm", 4),
     System("codes, r = 4", "text", 4),
     System("codes for one step, r = 4", "text", 4, ONE_STEP),
+    System("2048 codes, r = 4", "text", 4, ("model.latent.codes=2048",), slow=True),
     System("draft, r = 4", "text-draft", 4),
     System("draft for one step, r = 4", "text-draft", 4, ONE_STEP),
     System("AR", "text-mdm", 1),
@@ -182,7 +183,7 @@ class Budget:
 FULL = Budget(
     256,
     ("training.steps=6000",),
-    ("model.width=512", "training.steps=4000"),  # 26 M parameters, within ten minutes too
+    ("model.width=512", "training.steps=3000"),  # 26 M parameters, seven minutes
     2_000,
     1_000,
     16,
