@@ -3,16 +3,17 @@
 import json
 import random
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from command import refused, settings, succeeds, vmd
-from vmd.cli import main, model_tokenizer
-from vmd.config import override_all
+from vmd.cli import main
+from vmd.config import InvalidInput, override_all
 from vmd.data import load_data
-from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer
+from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer, model_tokenizer
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
 from vmd.presets import preset
@@ -261,3 +262,50 @@ def test_a_closed_output_is_no_error(source, tmp_path, monkeypatch):
         with pytest.raises(SystemExit) as stopped:
             main()
         assert not stopped.value.code
+
+
+def test_a_model_of_text_stays_one_when_python_loads_and_saves_it(source, tmp_path):
+    train(source, tmp_path / "run", "--tokenizer", "byte")
+    for name in ("text", tmp_path / "run"):
+        model = VMD.from_pretrained(name)
+        model.save_pretrained(tmp_path / "again")
+        both = [succeeds("sample", folder, "-n", 2, "--prompt", "the ").out for folder in (name, tmp_path / "again")]
+        assert both[0] == both[1]
+        assert both[0].startswith("the ")
+        row = model.tokenizer.encode("the cat")
+        assert model.shortened(16).tokenizer.decode(row) == "the cat"
+    VMD.from_pretrained("sudoku").save_pretrained(tmp_path / "again")  # nothing of the other model stays
+    assert VMD.from_pretrained(tmp_path / "again").tokenizer is None
+
+
+def test_a_model_that_python_trains_on_text_can_be_read(source, tmp_path):
+    run = override_all(preset("text"), [word for word in SMALL if word != "--set"])
+    data = load_data(source, length=16)
+    model = VMD.for_data(run.model, data)
+    fit(model, data, run, out=tmp_path / "run")
+    assert set(model.tokenizer.decode(model.sample(1).tokens[0])) <= set(TEXT)
+    assert len(succeeds("sample", tmp_path / "run", "-n", 1).out) == 17
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        ({"kind": "byte"}, "a tokenizer of 256 tokens: expected 14, the model's vocabulary"),
+        ({"kind": "char", "alphabet": "ABCDEFGHIJKLMN"}, "a tokenizer of other tokens: expected the model's symbols"),
+        ({"kind": "char", "alphabet": "AB"}, "a tokenizer of other tokens: expected the model's symbols"),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_models_is_one_line(source, tmp_path, tokenizer, says):
+    train(source, tmp_path / "run")
+    (tmp_path / "run/tokenizer.json").write_text(json.dumps(tokenizer))
+    for words in (["sample", tmp_path / "run"], ["evaluate", tmp_path / "run", "--data", source]):
+        assert f"tokenizer.json: {says}" in refused(*words, folder=tmp_path)
+
+
+def test_symbols_that_are_not_the_texts_are_refused_before_training(source, tmp_path):
+    data = load_data(source, length=16)
+    run = override_all(preset("text"), [word for word in SMALL if word != "--set"])
+    model = VMD(replace(run.model, vocab_size=data.vocab_size, symbols=tuple("ABCDEFGHIJKLMN")))
+    with pytest.raises(InvalidInput, match=r"cats\.txt: a tokenizer of other tokens"):
+        fit(model, data, run, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

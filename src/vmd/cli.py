@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from vmd.config import InvalidInput, RunConfig, flatten, override_all, require, require_choice, to_dict
+from vmd.files import TOKENIZER_FILE
 from vmd.terminal import (
-    TOKENIZER_FILE,
     Watch,
     check_array_path,
     complain,
@@ -23,7 +23,6 @@ from vmd.terminal import (
     describe,
     first_process,
     lost_others,
-    model_tokenizer,
     parse_counts,
     parse_seeds,
     pick_device,
@@ -279,6 +278,7 @@ def train_run(
     from vmd.boards import BOARD_FOLDER, Board
     from vmd.data import TextData, is_text
     from vmd.data.arrays import parse_positions
+    from vmd.data.tokenizers import model_tokenizer
     from vmd.diagnostics import advice
     from vmd.distributed import by_the_first, one_after_the_first, rank, world_size
     from vmd.evaluation import diagnose_model
@@ -429,7 +429,7 @@ def sample(
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
     if prompt is None and trained_fixed(folder):
         say(f"note: this model was trained with positions {trained_fixed(folder)} given; use --prompt to give them")
-    tokenizer = model_tokenizer(folder)
+    tokenizer = loaded.tokenizer
     row = prompt_row(prompt, infill, config, tokenizer)
     wanted = len(row)  # of an infill no more than it holds
     require(tries is None or infill is not None, f"--tries {tries}: expected with --infill")

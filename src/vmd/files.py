@@ -15,6 +15,8 @@ from vmd.config import InvalidInput, require
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOKENIZER_FILE = "tokenizer.json"  # beside the weights of a model of text
+
 
 def make_folder(folder: Path) -> None:
     try:

@@ -12,7 +12,8 @@ from vmd.attention import KVCache
 from vmd.codes import CodeDecoder, CodeFeatures
 from vmd.config import InvalidInput, ModelConfig, from_dict, require, to_dict
 from vmd.data import Dataset
-from vmd.files import make_folder, read_json, read_tensors, write_atomically, write_tensors
+from vmd.data.tokenizers import Tokenizer, model_tokenizer
+from vmd.files import TOKENIZER_FILE, make_folder, read_json, read_tensors, remove_together, write_atomically, write_tensors
 from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import Masks
 from vmd.network import Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
@@ -53,6 +54,7 @@ class VMD(nn.Module):
         require(config.length > 0, f"model.length={config.length}: expected at least 1")
         config = config.resolved(config.length, config.vocab_size)
         self.config = config
+        self.tokenizer: Tokenizer | None = None  # of a model of text: `model.tokenizer.decode(row)` is what it wrote
         self.decoder = CodeDecoder(config) if config.latent.coded else Decoder(config)
         gaussian = config.latent.kind == "gaussian"
         encoder = Encoder if config.latent.encoder_layers else NoEncoder
@@ -217,6 +219,7 @@ class VMD(nn.Module):
             model = VMD(replace(c, length=length))
         own = {name: w[:length] if name.endswith("position.weight") else w for name, w in self.state_dict().items()}
         model.load_state_dict(own, assign=True)
+        model.tokenizer = self.tokenizer
         return model.to(self.device).train(self.training)
 
     def parameter_counts(self) -> dict[str, int]:
@@ -230,10 +233,17 @@ class VMD(nn.Module):
         return counts
 
     def save_pretrained(self, folder: str | Path, weights: dict[str, Tensor] | None = None) -> Path:
-        """Write `config.json` and `model.safetensors`, each whole or not at all. `weights`: if not the model's own now."""
+        """Write `config.json`, `model.safetensors` and, of a model of text, `tokenizer.json`, each whole or not at all.
+
+        `weights`: if not the model's own now.
+        """
         folder = Path(folder)
         make_folder(folder)
         write_tensors(folder / WEIGHTS_FILE, self.state_dict() if weights is None else weights)
+        if self.tokenizer is not None:
+            write_atomically(folder / TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()))
+        elif (folder / TOKENIZER_FILE).is_file():  # of a model that was here before
+            remove_together([folder / TOKENIZER_FILE], folder)
         write_atomically(folder / CONFIG_FILE, json.dumps({"format": "vmd", "model": to_dict(self.config)}, indent=2))
         return folder
 
@@ -253,6 +263,8 @@ class VMD(nn.Module):
         except InvalidInput as error:
             raise InvalidInput(f"{folder / CONFIG_FILE}: {error}") from None
         load_weights(model, read_tensors(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
+        model.tokenizer = model_tokenizer(folder)
+        require_same_tokens(model, model.tokenizer, str(folder / TOKENIZER_FILE))
         return model.to(device)
 
 
@@ -496,6 +508,16 @@ def start_from(model: VMD, source: str) -> str:
         told += f"; {what}: {', '.join(parts)}" if parts else ""
     changed = mine.block_size != theirs.block_size
     return told + (f"; blocks of {mine.block_size} in the place of {theirs.block_size}" if changed else "")
+
+
+def require_same_tokens(model: VMD, tokenizer: Tokenizer | None, source: str) -> None:
+    """A tokenizer of other tokens would write nonsense without a word."""
+    if tokenizer is None:
+        return
+    most, symbols = model.config.vocab_size, model.config.symbols  # a model may have more tokens than are used
+    fits = tokenizer.vocab_size <= most
+    require(fits, f"{source}: a tokenizer of {tokenizer.vocab_size} tokens: expected {most}, the model's vocabulary")
+    require(symbols in ((), tokenizer.symbols), f"{source}: a tokenizer of other tokens: expected the model's symbols")
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from vmd.config import InvalidInput, require, require_choice
 
-TOKENIZER_FILE = "tokenizer.json"
 TEXT8_NOTE = "note: text is read as text8 has it: lower case, digits spelled out, one space for all else"
 
 
@@ -19,7 +18,7 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     from vmd.data.text import SPLITS, text_rows
     from vmd.data.tokenizers import CharTokenizer, Text8Tokenizer
 
-    tokenizer = model_tokenizer(folder)
+    tokenizer = model.tokenizer
     if tokenizer is None and is_text(name) and not model.config.board and not saved_data(folder).get("puzzles"):
         raise InvalidInput(f"--data {name}: expected an .npy array of integers, or a named data set: no model of text")
     if tokenizer is None or not is_text(name):
@@ -56,15 +55,6 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
 def is_same_file(one: str, other: str) -> bool:
     """However the path is spelled."""
     return one == other or (os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other))
-
-
-def model_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model of text, None for others."""
-    from vmd.data.tokenizers import tokenizer_from_dict
-    from vmd.files import read_json
-
-    path = folder / TOKENIZER_FILE
-    return tokenizer_from_dict(read_json(path), str(path)) if path.is_file() else None
 
 
 def parse_counts(option: str, text: str) -> list[int]:

@@ -609,8 +609,6 @@ def train_system(system: System, run: RunConfig, data: TextData, out: Path, devi
             resume=again,
             on_step=lambda step, record: update(step, "" if record is None else f"loss {record['total']:.4f}"),
         )
-    tokenizer = json.dumps(data.tokenizer.to_dict())
-    write_atomically(folder / "tokenizer.json", tokenizer)  # to sample from it, as after `vmd train`
     about = {
         "training_seconds": log[-1]["seconds"] if log else 0.0,
         "latent_kl": log[-1].get("latent_kl") if log else None,

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from vmd.attention import attention_by, whole_fits
 from vmd.checkpoints import checkpoint_files, learning, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
-from vmd.data import Dataset, Puzzles
+from vmd.data import Dataset, Puzzles, TextData
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import code_posterior, diagnose
 from vmd.distributed import (
@@ -45,7 +45,7 @@ from vmd.ensemble import Ensemble
 from vmd.files import claimed, make_folder, read_text, write_atomically
 from vmd.flops import forward_flops
 from vmd.masking import Masks, Rows, draw_masks, draw_steps
-from vmd.model import VMD, of_backbone, start_from
+from vmd.model import VMD, of_backbone, require_same_tokens, start_from
 from vmd.objective import Loss
 from vmd.optimizers import Optimizers, make_optimizer
 
@@ -435,6 +435,9 @@ def train(
         "an ensemble: expected one process and training.accumulate=1",
     )
     check_attention(training, model.config)
+    if isinstance(data, TextData) and isinstance(model, VMD):  # what it learns to write, it can be read with
+        require_same_tokens(model, data.tokenizer, data.name)
+        model.tokenizer = data.tokenizer
     rows = my_rows(training.batch_size) if world_size() > 1 else None
     leads = rank() == 0  # one process writes what all have done
     learned = [(p, p.requires_grad) for p in model.parameters()]

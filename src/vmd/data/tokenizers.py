@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vmd.config import InvalidInput, require
+from vmd.files import TOKENIZER_FILE, read_json
 
 VOCAB_LIMIT = 65_536
 TEXT8_ALPHABET = " abcdefghijklmnopqrstuvwxyz"  # id 0 is the space, 1 to 26 are a to z
@@ -191,6 +192,12 @@ def tokenizer_from_dict(values: Any, where: str = "tokenizer") -> Tokenizer:
     if kind == "json":
         return JsonTokenizer(values["json"], where)
     return ByteTokenizer() if kind == "byte" else Text8Tokenizer()
+
+
+def model_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer that a model of text was saved with, None for others."""
+    path = folder / TOKENIZER_FILE
+    return tokenizer_from_dict(read_json(path), str(path)) if path.is_file() else None
 
 
 def code_points(text: str) -> np.ndarray:
