@@ -129,6 +129,31 @@ def test_a_resumed_run_keeps_its_tokenizer(source, tmp_path):
     assert (out / "tokenizer.json").read_bytes() == kept
 
 
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_run_is_not_resumed_on_a_text_that_has_changed_under_its_name(source, tmp_path, checkpoints):
+    out = tmp_path / "run"
+    train(source, out)
+    if not checkpoints:  # it was stopped before the first
+        for path in (out / "checkpoints").iterdir():
+            path.unlink()
+    words = ("train", "text", "--data", source, "--out", out, "--device", "cpu", *SMALL, "--resume")
+    source.write_text(TEXT.replace("cat", "act"))
+    told = refused(*words, folder=out)
+    assert f"cats.txt: not the text that {out} was begun with: expected that, or another folder" in told
+    source.write_text(TEXT)  # of the same content it may be a new file
+    succeeds(*words, *settings("training.steps=6"))
+
+
+def test_a_run_that_did_not_keep_what_it_read_is_resumed(source, tmp_path):
+    out = tmp_path / "run"
+    train(source, out)
+    run = json.loads((out / "run.json").read_text())
+    del run["text_sha256"]
+    (out / "run.json").write_text(json.dumps(run))
+    train(source, out, "--resume", *settings("training.steps=6"))
+    assert "text_sha256" in json.loads((out / "run.json").read_text())
+
+
 def test_a_run_that_was_killed_when_only_its_tokenizer_was_there_is_begun_again(source, tmp_path):
     out = tmp_path / "run"
     train(source, out)

@@ -42,7 +42,7 @@ from vmd.distributed import (
     world_size,
 )
 from vmd.ensemble import Ensemble
-from vmd.files import claimed, make_folder, read_text, write_atomically
+from vmd.files import claimed, make_folder, read_json, read_text, write_atomically
 from vmd.flops import forward_flops
 from vmd.masking import Masks, Rows, draw_masks, draw_steps
 from vmd.model import VMD, of_backbone, require_same_tokens, start_from
@@ -464,13 +464,15 @@ def train(
             by_the_first(lambda: take_folder(out, resume, stack))
         if resume:
             require(out is not None, "resume: expected an output folder to resume from")
+            require_same_text(Path(out or ""), data)
             first, told = load_newest_checkpoint(Path(out or ""), parameters, average, optimizer, to_dict(config))
             require(first <= training.steps, f"training.steps={training.steps}: expected at least {first}, where the run is")
             on_note(f"resuming {told}")
             wait_for_all()  # until every process has read what the first may now change
             log = trim_log(Path(out or ""), first) if leads else []
         if out is not None and leads:
-            write_atomically(out / "run.json", json.dumps(to_dict(config), indent=2))
+            text = {"text_sha256": data.sha256} if isinstance(data, TextData) else {}
+            write_atomically(out / "run.json", json.dumps(to_dict(config) | text, indent=2))
         stack.enter_context(attention_by(model, way))
         stop = stack.enter_context(StopSignals(out is not None))
         good = torch.ones((), dtype=torch.bool, device=device)  # read at log lines only: reading waits for the device
@@ -577,6 +579,14 @@ def take_folder(out: Path, resume: bool, stack: ExitStack) -> None:
     stack.enter_context(claimed(out))
     used = (out / "metrics.jsonl").exists() or bool(checkpoint_files(out))
     require(resume or not used, f"{out} holds a run: resume it, or train into another folder")
+
+
+def require_same_text(out: Path, data: Dataset) -> None:
+    """A resumed run must be the same run: a file may have changed under its name. Older runs did not keep what they read."""
+    if isinstance(data, TextData) and (out / "run.json").is_file():
+        begun = read_json(out / "run.json")
+        same = not isinstance(begun, dict) or begun.get("text_sha256", data.sha256) == data.sha256
+        require(same, f"{data.name}: not the text that {out} was begun with: expected that, or another folder")
 
 
 def divergence(step: int, training: TrainingConfig, out: Path | None) -> str:
