@@ -760,10 +760,17 @@ def test_a_finished_run_is_not_run_again(copied, monkeypatch):
     assert read(copied) == before | {"command": read(copied)["command"], "hardware": read(copied)["hardware"]}
 
 
-def test_longer_training_runs_a_system_again_and_says_which_settings_it_had(copied, monkeypatch):
+def test_longer_training_runs_a_system_anew_and_says_which_settings_it_had(copied, monkeypatch):
+    """Not from its checkpoints, which are of rates that fell faster."""
     before, seen = read(copied), watch(monkeypatch)
-    run_table(copied, "--resume", *settings("training.steps=5"), only=PAIR[:1])
-    assert seen == [("ours-no-z", 5)]
+    longer = ("--resume", *settings("training.steps=5"))
+    with monkeypatch.context() as patch:
+        patch.setattr(puzzle_table, "QUICK", TINY)
+        told = refused(*quick_words(copied, "--only", PAIR[0], *longer), folder=copied)
+    assert "cannot resume with training.steps=5: the run has 4: remove " in told
+    shutil.rmtree(copied / "ours-no-z")
+    run_table(copied, *longer, only=PAIR[:1])
+    assert seen == [("ours-no-z", step) for step in (1, 2, 3, 4, 5)]
     after = read(copied)
     assert {name: run["training"]["steps"] for name, run in after["configurations"].items()} == {
         name: 5 if name == PAIR[0] else 4 for name in before["systems"]

@@ -726,6 +726,7 @@ def test_samples_are_judged_once(whole, copied, monkeypatch):
     run_table(whole.source, copied, "--resume", only=("AR",))
     assert asked == []
     (folder_of(copied, BY_NAME["MDLM"]) / SAMPLES_FILE).unlink()
+    shutil.rmtree(folder_of(copied, BY_NAME[JUDGE]))
     done = run_table(whole.source, copied, "--resume", *settings("training.steps=3"), only=(JUDGE,))  # another judge
     assert len(asked) == len(NAMES) - 2
     assert f"MDLM: no {SAMPLES_FILE} is kept" in done.err
@@ -753,10 +754,19 @@ def test_a_finished_run_is_not_run_again(whole, copied, monkeypatch):
     assert read(copied) == before | {"command": read(copied)["command"], "hardware": read(copied)["hardware"]}
 
 
-def test_longer_training_runs_a_system_again_and_says_which_settings_it_had(whole, copied, monkeypatch):
+def test_longer_training_runs_a_system_anew_and_says_which_settings_it_had(whole, copied, monkeypatch):
+    """Not from its checkpoints, which are of rates that fell faster."""
     before, seen = read(copied), watch(monkeypatch)
-    run_table(whole.source, copied, "--resume", *settings("training.steps=3"), only=PAIR[:1])
-    assert seen == [(FOLDERS[0], 3)]
+    longer = ("--resume", *settings("training.steps=3"))
+    with monkeypatch.context() as patch:
+        patch.setattr(text_table, "QUICK", TINY)
+        told = refused(*words_for(whole.source, copied, *longer), folder=copied)  # the first and the others
+        assert "cannot resume with training.steps=3: the run has 2: remove " in told
+        assert "AR to train it anew" in refused(*words_for(whole.source, copied, *longer, only=PAIR[:1]), folder=copied)
+    assert seen == []
+    shutil.rmtree(copied / FOLDERS[0])
+    run_table(whole.source, copied, *longer, only=PAIR[:1])
+    assert seen == [(FOLDERS[0], step) for step in (1, 2, 3)]
     after = read(copied)
     steps = {name: run["training"]["steps"] for name, run in after["configurations"].items()}
     assert steps == {name: 3 if name == "AR" else 2 for name in NAMES}
@@ -1207,3 +1217,13 @@ def test_a_variant_is_drawn_without_what_it_is_a_variant_of():
     assert scan_groups({"systems": dict.fromkeys(names)}) == names[2:]
     names.insert(2, "64 codes, r = 4")
     assert scan_groups({"systems": dict.fromkeys(names)}) == names[2:]
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "3"])
+def test_a_system_whose_configuration_is_damaged_is_one_line(whole, copied, content, monkeypatch):
+    monkeypatch.setattr(text_table, "QUICK", TINY)
+    results = read(copied)
+    damage(results, "systems/AR", None)
+    (copied / "results.json").write_text(json.dumps(results))
+    (copied / FOLDERS[0] / "run.json").write_text(content)
+    assert "run.json: expected" in refused(*words_for(whole.source, copied, "--resume", only=("AR",)), folder=copied)

@@ -132,10 +132,10 @@ def restore(
             optimizer.set_state(p, shards)
 
 
-def require_same_config(path: Path, saved: dict, current: dict) -> None:
-    """A resumed run must be the same run; only its length and how often it reports may change."""
+def require_same_config(path: Path, saved: dict, current: dict, free_fields: tuple[str, ...] = FREE_TO_CHANGE) -> None:
+    """A resumed run must be the same run; only some fields of training may change."""
     old, new = flatten(with_new_fields(saved)), flatten(current)
-    free = {f"training.{name}" for name in FREE_TO_CHANGE}
+    free = {f"training.{name}" for name in free_fields}
     changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and name not in free]
     if changed:
         name = changed[0]

@@ -398,8 +398,11 @@ def reproduce_sudoku(
         small = part["configuration"]["model"]["length"] not in (81, 164)
         told = f"{out} holds {name!r} of a {'--quick' if small else 'full'} run: expected another --out"
         require(small == quick, told)
+    missing = [name for name, run in runs.items() if not is_done(done, name, run)]
+    for name in missing:  # before hours of training
+        goes_on(folder_of(out, systems[name]), runs[name], resume)
     make_folder(out)
-    trained = {systems[name].trained_on for name, run in runs.items() if not is_done(done, name, run)}
+    trained = {systems[name].trained_on for name in missing}
     sets = puzzle_sets(data, budget, trained, quick, on_note) if trained else {}
     puzzles = fingerprints(sets, budget, trained)
     for name, part in done.items():  # rows of one table are of the same puzzles
@@ -417,6 +420,10 @@ def reproduce_sudoku(
         return write_results(results, out)
 
     return run_systems(runs, done, command, device, run_one, write)
+
+
+def folder_of(out: Path, system: System) -> Path:
+    return out / system.name.replace(" ", "-").replace(",", "").replace("'", "").replace(".", "")
 
 
 def require_same_puzzles(holds: str, before: dict[str, str], now: dict[str, str]) -> None:
@@ -440,7 +447,7 @@ def run_system(
     puzzles = {what: digest for what, digest in puzzles.items() if what in used}
     pair = run.data.layout == "pair"
     data = SudokuData(trained, run.training.seed, run.data.augment, pair=pair)
-    folder = out / system.name.replace(" ", "-").replace(",", "").replace("'", "").replace(".", "")
+    folder = folder_of(out, system)
     model = VMD(run.model, seed=run.training.seed).to(device)
     curve: list[dict] = []
     looks = folder / "curve.jsonl"
@@ -453,7 +460,7 @@ def run_system(
         curve.append({"step": step, "solved": found["value"], "stderr": found["stderr"]})
         write_atomically(looks, "".join(json.dumps(point) + "\n" for point in curve))
 
-    again, seen = goes_on(folder, resume), folder / "puzzles.json"
+    again, seen = goes_on(folder, run, resume), folder / "puzzles.json"
     if again and looks.exists():
         curve += [json.loads(line) for line in looks.read_text().splitlines()]
     if again and seen.exists():

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from vmd import __version__
-from vmd.checkpoints import checkpoint_files
-from vmd.config import RunConfig, require, to_dict, with_new_fields
+from vmd.checkpoints import checkpoint_files, require_same_config
+from vmd.config import InvalidInput, RunConfig, require, to_dict, with_new_fields
 from vmd.files import hardware, read_json, write_atomically
 from vmd.tables import render
 
@@ -78,9 +78,21 @@ def is_done(done: dict[str, dict], name: str, run: RunConfig) -> bool:
     return name in done and is_of(done[name]["configuration"], run)
 
 
-def goes_on(folder: Path, resume: bool) -> bool:
-    """Whether a system was begun here, be it without a checkpoint, and is to go on."""
-    return resume and (bool(checkpoint_files(folder)) or (folder / "run.json").exists())
+def goes_on(folder: Path, run: RunConfig, resume: bool) -> bool:
+    """Whether a system was begun here, be it without a checkpoint, and is to go on: with the very settings of its row.
+
+    Not even for more steps: rates that fall over a run's length would have fallen otherwise.
+    """
+    begun = folder / "run.json"
+    if resume and begun.exists():
+        saved, current = read_json(begun), to_dict(run)
+        require(isinstance(saved, dict), f"{begun}: expected the configuration of a run")
+        saved = {section: saved[section] for section in current if section in saved}
+        try:
+            require_same_config(begun, saved, current, NO_PART_OF_IT)
+        except InvalidInput as error:
+            raise InvalidInput(f"{error}: remove {folder} to train it anew, or give another --out") from None
+    return resume and (bool(checkpoint_files(folder)) or begun.exists())
 
 
 def run_systems(

@@ -468,6 +468,8 @@ def reproduce_text(
     require_same_text(out, done, Path(source).name, trained.sha256, budget.length)
     require_same_base(systems, runs, done, out)
     missing = [name for name in chosen if not is_done(done, name, runs[name])]
+    for name in missing:  # before hours of training
+        goes_on(folder_of(out, systems[name]), runs[name], resume)
     needed = {systems[name].added_to for name in missing}  # of which others take the weights, not the rows
     needed |= {JUDGE.name} if missing or JUDGE.name in only else set()
     for name in needed.intersection(done, chosen):
@@ -597,7 +599,7 @@ def find_judge(out: Path, device: str) -> VMD | None:
 
 def train_system(system: System, run: RunConfig, data: TextData, out: Path, device: str, resume: bool) -> tuple[VMD, dict]:
     folder = folder_of(out, system)
-    again = goes_on(folder, resume)
+    again = goes_on(folder, run, resume)
     model = VMD(run.model, seed=run.training.seed).to(device)
     make_folder(folder)
     with progress_bar(system.name, run.training.steps) as update:
