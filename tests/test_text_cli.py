@@ -1,9 +1,12 @@
 """Text from a file to a model and back: train, sample with a beginning or gaps, evaluate."""
 
+import io
 import json
 import random
 import sys
+import zipfile
 from dataclasses import replace
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from command import refused, settings, succeeds, vmd
 from vmd.cli import main
 from vmd.config import InvalidInput, override_all
 from vmd.data import load_data
+from vmd.data import text as text_module
 from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer, model_tokenizer
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
@@ -334,3 +338,54 @@ def test_symbols_that_are_not_the_texts_are_refused_before_training(source, tmp_
     with pytest.raises(InvalidInput, match=r"cats\.txt: a tokenizer of other tokens"):
         fit(model, data, run, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def fetched(monkeypatch) -> list[str]:
+    """Every address that is asked for; a text of 2,000 letters is called text8, and comes from there."""
+    asked, content = [], io.BytesIO()
+    monkeypatch.setitem(text_module.TEXT8_KINDS, "text8", (2_000, (0.9, 0.05, 0.05)))
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("text8", "".join(random.Random(0).choices(TEXT8_ALPHABET, k=2_000)))
+
+    def download(url, path, on_progress):
+        asked.append(url)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.getvalue())
+
+    monkeypatch.setattr(text_module, "_download", download)
+    return asked
+
+
+def test_text8_is_fetched_to_be_scored_too(source, tmp_path, monkeypatch, fetched):
+    """By models that have its letters, which score its test part, and by others, which score all of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "letters.txt").write_text(TEXT8_ALPHABET * 30)
+    train("letters.txt", "letters")
+    train(source, "bytes", "--tokenizer", "byte")
+    assert "scoring the test part of text8" in succeeds("evaluate", "letters", "--data", "text8").err
+    assert len(fetched) == 1
+    assert "scoring all of text8" in succeeds("evaluate", "letters", "--data", "text8", "--split", "all").err
+    assert "scoring all of text8" in succeeds("evaluate", "bytes", "--data", "text8").err
+    assert "scoring the train part of text8" in succeeds("evaluate", "bytes", "--data", "text8", "--split", "train").err
+    train(source, "cats")
+    assert "expected one of the 14 characters" in refused("evaluate", "cats", "--data", "text8", folder=tmp_path)
+    assert len(fetched) == 1  # and no more
+
+
+def test_text8_may_be_trained_on_in_other_tokens(tmp_path, fetched):
+    train("text8", tmp_path / "run", "--tokenizer", "byte")
+    assert VMD.from_pretrained(tmp_path / "run").config.vocab_size == 256
+    assert "scoring the test part of text8" in succeeds("evaluate", tmp_path / "run", "--data", "text8").err
+
+
+def test_a_text8_that_cannot_be_fetched_is_one_line(source, tmp_path, monkeypatch):
+    train(source, tmp_path / "run")
+
+    def fail(*rest, **more):
+        raise URLError("no route to host")
+
+    monkeypatch.setattr("urllib.request.urlopen", fail)
+    for split in ((), ("--split", "test")):
+        told = refused("evaluate", tmp_path / "run", "--data", "text8", *split, folder=tmp_path)
+        assert "cannot download http" in told

@@ -526,7 +526,7 @@ def evaluate(
     from vmd.data.synthetic import Law
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
-    from vmd.distributed import rank
+    from vmd.distributed import one_after_the_first, rank
     from vmd.evaluation import diagnose_model, evaluate_model, evaluate_puzzles
     from vmd.files import hardware, write_atomically
     from vmd.model import VMD, model_folder
@@ -554,7 +554,8 @@ def evaluate(
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
     require(z is None or loaded.config.has_latent, f"--z {z}: expected with a model that has a latent")
     z = z or (usual_z(folder, loaded.config) if max(counts) > 1 else "once")
-    loaded_data = data_to_score(folder, loaded, data, split)
+    with one_after_the_first():  # who prepares the data for all
+        loaded_data = data_to_score(folder, loaded, data, split)
     if isinstance(loaded_data, SudokuData):
         require(not drawn, f"--plot {plot}: expected with data other than puzzles")
     if fixed is None:

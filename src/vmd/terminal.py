@@ -16,7 +16,8 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     """A law, an array, or text in the model's own tokens: all of it, or a split of what the model was trained on."""
     from vmd.data import ArrayData, is_text, load_data
     from vmd.data.text import SPLITS, text_rows
-    from vmd.data.tokenizers import CharTokenizer, Text8Tokenizer
+    from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer, Text8Tokenizer
+    from vmd.progress import percent_bar
 
     tokenizer = model.tokenizer
     if tokenizer is None and is_text(name) and not model.config.board and not saved_data(folder).get("puzzles"):
@@ -28,22 +29,28 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
         layout = about.get("layout", "board")
         return load_data(name, length=model.config.length, puzzles=puzzles, augment=False, layout=layout)
     trained = saved_data(folder)
-    split = split or ("test" if is_same_file(str(trained.get("name")), name) else "all")
+    letters = tokenizer.symbols == tuple(TEXT8_ALPHABET)
+    parted = name == "text8" and letters and not os.path.exists(name)  # of text8 all score the same part
+    split = split or ("test" if parted or is_same_file(str(trained.get("name")), name) else "all")
     require_choice("--split", split, ("all", *SPLITS))
     if split == "all":
-        everything = ArrayData(text_rows(name, tokenizer, model.config.length), name)
+        with percent_bar(f"preparing {name}") as on_progress:
+            rows = text_rows(name, tokenizer, model.config.length, on_progress=on_progress)
+        everything = ArrayData(rows, name)
         if isinstance(tokenizer, Text8Tokenizer):
             say(TEXT8_NOTE)
         say(f"scoring all of {name}")
         return everything
     began_elsewhere = bool(saved(folder, "training").get("init")) and not trained.get("tokenizer")
-    found: Any = load_data(
-        name,
-        length=model.config.length,
-        split=split,
-        tokenizer=tokenizer if began_elsewhere else str(trained.get("tokenizer") or ""),
-        documents=bool(trained.get("documents")),
-    )
+    with percent_bar(f"preparing {name}") as on_progress:
+        found: Any = load_data(
+            name,
+            length=model.config.length,
+            split=split,
+            tokenizer=tokenizer if began_elsewhere else str(trained.get("tokenizer") or ""),
+            documents=bool(trained.get("documents")),
+            on_progress=on_progress,
+        )
     both = (found.tokenizer, tokenizer)
     letters = all(isinstance(t, CharTokenizer) for t in both)
     same_ids = both[0].symbols == both[1].symbols if letters else both[0].to_dict() == both[1].to_dict()

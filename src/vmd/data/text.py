@@ -49,7 +49,7 @@ READ_BYTES = 2**22  # of text held at a time
 PIECE = 2**16  # characters encoded at a time, up to twice as many
 AGAIN = "delete the folder and prepare the text again"
 
-TEXT8_URL = "http://mattmahoney.net/dc/text8.zip"
+TEXT8_URL, TEXT8_ARCHIVE = "http://mattmahoney.net/dc/text8.zip", "text8.zip"
 # Each name stands for one length and one split: figures on other texts are not figures on these.
 TEXT8_KINDS = {"text8": (100_000_000, (0.9, 0.05, 0.05)), "text8-70M": (70_000_000, (0.95, 0.025, 0.025))}
 
@@ -468,7 +468,9 @@ def prepared_text(
     what = tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer.to_dict())
     letters = what in ("char", *(json.dumps(t.to_dict()) for t in (CharTokenizer(TEXT8_ALPHABET), Text8Tokenizer())))
     if name == "text8" and not source.exists():
-        return text8(cache=cache, on_progress=on_progress)
+        if letters and not documents:
+            return text8(cache=cache, on_progress=on_progress)
+        source = text8_archive(cache, on_progress)  # in other tokens
     if letters and source.is_file() and not documents and source.name.split(".")[0] in TEXT8_KINDS:
         return text8(source, cache=cache, on_progress=on_progress)
     asked = json.dumps([str(source.resolve()), what, documents])
@@ -476,10 +478,13 @@ def prepared_text(
     return prepare_text(source, tokenizer, cache / place, documents=documents, on_progress=on_progress)
 
 
-def text_rows(name: str, tokenizer: Tokenizer, length: int) -> np.ndarray:
+def text_rows(
+    name: str, tokenizer: Tokenizer, length: int, *, on_progress: OnProgress = lambda done, total: None
+) -> np.ndarray:
     """(rows, L): all of a text in chunks, in order, in the ids of a model's tokenizer; what does not fill one is dropped."""
-    with _reading(Path(name)):
-        files = _source_files(Path(name))
+    source = text8_archive(cache_folder(), on_progress) if name == "text8" and not os.path.exists(name) else Path(name)
+    with _reading(source):
+        files = _source_files(source)
     texts = itertools.chain.from_iterable(_read(path) for path in files.values())
     parts = [ids for ids, _ in _encoded(texts, tokenizer)]
     ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
@@ -502,14 +507,19 @@ def text8(
     kind = "text8-70M" if source is not None and "text8-70M" in Path(source).name else "text8"
     out, (characters, split) = cache / kind, TEXT8_KINDS[kind]
     if source is None:
-        archive = cache / "text8.zip"
-        if not archive.is_file():
-            if (out / "meta.json").is_file() and _read_meta(out)["name"] == kind:
-                return out  # prepared before, and the archive thrown away
-            _download(TEXT8_URL, archive, on_progress)
-        source = archive
+        if not (cache / TEXT8_ARCHIVE).is_file() and (out / "meta.json").is_file() and _read_meta(out)["name"] == kind:
+            return out  # prepared before, and the archive thrown away
+        source = text8_archive(cache, on_progress)
     require(Path(source).is_file(), f"{source}: no such file: expected {kind}, plain, .zip, .xz or .gz")
     return _prepare(Path(source), CharTokenizer(TEXT8_ALPHABET), out, kind, split, False, on_progress, characters)
+
+
+def text8_archive(cache: Path, on_progress: OnProgress) -> Path:
+    """Downloaded at the first call."""
+    archive = cache / TEXT8_ARCHIVE
+    if not archive.is_file():
+        _download(TEXT8_URL, archive, on_progress)
+    return archive
 
 
 def _download(url: str, path: Path, on_progress: OnProgress) -> None:
