@@ -954,3 +954,17 @@ def test_a_download_that_fails_leaves_nothing(tmp_path, monkeypatch, small_text8
     with pytest.raises(Interrupted):
         text8(cache=tmp_path / "cache", on_progress=stop)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("before", [0, 7, 3 * module.PIECE])
+def test_a_character_that_a_model_does_not_know_is_told_by_its_place_in_the_file(tmp_path, before):
+    """Also far into a long text, and in the second of two files."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/1.txt").write_text("a b " * 10)
+    (tmp_path / "texts/2.txt").write_text("a b "[:3] * (before // 3) + "a" * (before % 3) + "Ä" + "a b " * 10)
+    tokenizer = CharTokenizer(" ab")
+    refuses(
+        rf"2\.txt: character 'Ä' \(U\+00C4\) at position {before}: exp", text_rows, str(tmp_path / "texts"), tokenizer, 4
+    )
+    (tmp_path / "texts/2.txt").write_text("a b " * 10)
+    assert text_rows(str(tmp_path / "texts"), tokenizer, 4).shape == (20, 4)

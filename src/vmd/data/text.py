@@ -353,10 +353,17 @@ def _first_reading(
         counted += len(text)
         if tokenizer is None:
             seen[code_points(text)] = True
-        elif isinstance(tokenizer, CharTokenizer) and (position := tokenizer.outside(text)) >= 0:
-            raise InvalidInput(f"{_locate(files, text[position])}: {tokenizer.expected}")
+        else:
+            _require_known(text, tokenizer, files)
     require(counted > 0, f"{source}: empty: expected some text")
     return tokenizer or CharTokenizer("".join(map(chr, np.flatnonzero(seen)))), counted, document
+
+
+def _require_known(text: str, tokenizer: Tokenizer, files: dict[str, Path]) -> str:
+    """The text as it is. What the tokenizer does not know is told by its place in the file."""
+    if isinstance(tokenizer, CharTokenizer) and (position := tokenizer.outside(text)) >= 0:
+        raise InvalidInput(f"{_locate(files, text[position])}: {tokenizer.expected}")
+    return text
 
 
 def _locate(files: dict[str, Path], character: str) -> str:
@@ -485,7 +492,7 @@ def text_rows(
     source = text8_archive(cache_folder(), on_progress) if name == "text8" and not os.path.exists(name) else Path(name)
     with _reading(source):
         files = _source_files(source)
-    texts = itertools.chain.from_iterable(_read(path) for path in files.values())
+    texts = (_require_known(text, tokenizer, files) for path in files.values() for text in _read(path))
     parts = [ids for ids, _ in _encoded(texts, tokenizer)]
     ids = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
     require(len(ids) >= length, f"{name}: {len(ids)} tokens: too short: expected at least {length}, one chunk")
