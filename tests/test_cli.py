@@ -250,6 +250,25 @@ def test_the_output_folder_is_named_after_the_preset(here):
         assert "--z fresh: expected with a model that has a latent" in refused(*words, "--z", "fresh", folder=here)
 
 
+PATHS = [(name, p.opts[0]) for name, command in COMMANDS.items() for p in command.params if p.metavar == "<path>"]
+
+
+@pytest.mark.parametrize(("name", "option"), PATHS)
+def test_an_empty_path_is_not_the_current_folder(name, option, here):
+    words = [] if name == "report" else ["x"]
+    for given in ([option, ""], [f"{option}="], [option, " "]):
+        told = refused(name, *words, *given, folder=here)
+        assert f"'{option}': '" in told
+        assert told.endswith("': expected a path\n")
+
+
+def test_the_current_folder_is_given_by_a_dot(here):
+    assert {("reproduce", "--out"), ("train", "--out"), ("sample", "--out"), ("plot", "--out")} <= set(PATHS)
+    assert {("data", "--out"), ("solve", "--out"), ("report", "--results"), ("bench", "--json")} <= set(PATHS)
+    succeeds("train", "poker", "--out", ".", *TINY)
+    assert (here / "model.safetensors").exists()
+
+
 def test_the_same_command_gives_the_same_weights(trained, here):
     succeeds(*again(trained, "run"))
     assert (here / "run" / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()

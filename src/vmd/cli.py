@@ -63,6 +63,17 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Model = Annotated[str, typer.Argument(help="A model folder, as written by `vmd train`, or a model that comes with vmd.")]
 
 
+def path_option(*names: str, help: str) -> Any:
+    """For every option that takes a path: an empty one, as of a variable that was never set, is not the current folder."""
+
+    def given(text: str | Path) -> Path:
+        if not str(text).strip():
+            raise typer.BadParameter(f"{str(text)!r}: expected a path")
+        return Path(text)
+
+    return typer.Option(*names, help=help, parser=given, metavar="<path>")
+
+
 @contextmanager
 def no_arguments() -> Iterator[None]:
     """torch.compile writes the word after an --only into its code, and cannot quote "the paper's VMD"."""
@@ -81,7 +92,7 @@ def reproduce(
     seeds: Annotated[
         str | None, typer.Option(help="Number of seeds, or the seeds as in 100,101. [default: 5, with --quick 1]")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/NAME]")] = None,
+    out: Annotated[Path | None, path_option(help="Output folder. [default: runs/NAME]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the groups of models that a stopped run finished.")] = False,
     only: Annotated[
         list[str] | None,
@@ -178,7 +189,7 @@ def train(
             "[default: char]"
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Output folder. [default: runs/PRESET]")] = None,
+    out: Annotated[Path | None, path_option(help="Output folder. [default: runs/PRESET]")] = None,
     init: Annotated[
         str | None,
         typer.Option(help="A trained model to start from: a folder, or one that comes with vmd. Parts it has not are new."),
@@ -402,7 +413,7 @@ def sample(
     cache: Annotated[bool, typer.Option(help="Keep keys and values of finished blocks.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Show every step of the first sample.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show the tokens of the first sample as they appear.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also write the tokens as .npy.")] = None,
+    out: Annotated[Path | None, path_option(help="Also write the tokens as .npy.")] = None,
     device: Device = "auto",
 ) -> None:
     """Draw samples, or fill the gaps of a prompt. One sample per line."""
@@ -515,9 +526,9 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of masks and samples.")] = 0,
     json_out: Annotated[
-        Path | None, typer.Option("--json", help="Also write the rows as JSON, and, but for puzzles, a plot beside it.")
+        Path | None, path_option("--json", help="Also write the rows as JSON, and, but for puzzles, a plot beside it.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Where the plot goes, a .png. [default: beside the JSON]")] = None,
+    plot: Annotated[Path | None, path_option(help="Where the plot goes, a .png. [default: beside the JSON]")] = None,
     device: Device = "auto",
 ) -> None:
     """Score a model: certified bits per token for each number of steps, the objective, what the latent carries, and, where
@@ -646,7 +657,7 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, as written by `vmd train`, or their metrics.jsonl.")],
     metric: Annotated[str, typer.Option(help="Fields of the log, as in total,kl.")] = "total,kl,latent_information",
-    out: Annotated[Path, typer.Option(help="Where the picture goes, a .png.")] = Path("curves.png"),
+    out: Annotated[Path, path_option(help="Where the picture goes, a .png.")] = Path("curves.png"),
     against: Annotated[str, typer.Option(help="step or seconds.")] = "step",
 ) -> None:
     """Draw the training curves of runs over each other."""
@@ -699,7 +710,7 @@ def data(
         ),
     ] = "logic",
     seed: Annotated[int, typer.Option(help="The files depend on sizes, kind and seed alone.")] = 0,
-    out: Annotated[Path, typer.Option(help="Output folder.")] = Path("data/sudoku"),
+    out: Annotated[Path, path_option(help="Output folder.")] = Path("data/sudoku"),
     workers: Annotated[int, typer.Option(help="Processes. [default: one for each core]")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace puzzles that are there.")] = False,
 ) -> None:
@@ -734,11 +745,9 @@ def solve(
     revise: Annotated[bool, typer.Option("--revise", help="A step may take back what an earlier one wrote.")] = False,
     early: Annotated[bool, typer.Option(help="Stop as soon as all that the model would write obeys the rules.")] = True,
     animate: Annotated[
-        Path | None, typer.Option(help="Of one puzzle: write all steps as a .gif; none is left out by --early.")
+        Path | None, path_option(help="Of one puzzle: write all steps as a .gif; none is left out by --early.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Of a file: write the grids, one a line; unsolved ones as blanks.")
-    ] = None,
+    out: Annotated[Path | None, path_option(help="Of a file: write the grids, one a line; unsolved ones as blanks.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of latents and symmetries.")] = 0,
     batch: Annotated[int, typer.Option(help="Of a file: puzzles at a time.")] = 64,
     device: Device = "auto",
@@ -779,7 +788,7 @@ def bench(
     latent: Annotated[
         bool, typer.Option(help="Also measure the same model without its latent or draft, for the ratio: without --vary.")
     ] = True,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Also write everything as JSON.")] = None,
+    json_out: Annotated[Path | None, path_option("--json", help="Also write everything as JSON.")] = None,
     device: Device = "auto",
     settings: Settings = None,
 ) -> None:
@@ -857,8 +866,8 @@ def bench(
 
 @app.command()
 def report(
-    readme: Annotated[Path, typer.Option(help="The file whose marked sections are rewritten.")] = Path("README.md"),
-    results: Annotated[Path, typer.Option(help="The results folder.")] = Path("results"),
+    readme: Annotated[Path, path_option(help="The file whose marked sections are rewritten.")] = Path("README.md"),
+    results: Annotated[Path, path_option(help="The results folder.")] = Path("results"),
 ) -> None:
     """Draw tables and figures of the results folder, and rewrite the README's tables from it."""
     from vmd.figures import draw_figures
