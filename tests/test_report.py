@@ -145,6 +145,62 @@ def test_damaged_results_are_one_line_and_the_readme_stays(project, content):
     assert "results.json" in refused(*words, folder=project)
 
 
+def damage_one(run):
+    del run["rows"][0]["value"]
+
+
+def damage_all(run):
+    run["rows"] = [3]
+
+
+@pytest.mark.parametrize("damage", [damage_one, damage_all, None], ids=["a row", "rows", "missing"])
+@pytest.mark.parametrize("name", ["a-first", "z-last"])
+def test_nothing_is_renewed_if_a_part_cannot_be(project, damage, name):
+    """Wherever it stands: neither the tables of the other results, nor their pictures, nor the README."""
+    if damage is not None:
+        run = results()
+        damage(run)
+        save(project, run, name)
+    (project / "README.md").write_text(README + README.replace("four-token", name))
+    words = ("report", "--readme", project / "README.md", "--results", project / "results")
+    assert f"{name}/results.json: " in refused(*words, folder=project)
+    save(project, results(), name)
+    succeeds(*words)
+    assert (project / "README.md").read_text().count("| D1 |") >= 2
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"command": 1}'])
+def test_a_damaged_bench_is_one_line(project, content):
+    (project / "results/bench-train").mkdir()
+    (project / "results/bench-train/text.json").write_text(content)
+    (project / "README.md").write_text(README + README.replace("four-token", "bench-train"))
+    words = ("report", "--readme", project / "README.md", "--results", project / "results")
+    assert "bench-train/text.json: damaged" in refused(*words, folder=project)
+
+
+def test_damaged_heatmaps_are_one_line(project):
+    (project / "results/four-token/heatmaps.json").write_text('{"d1": {}}')
+    words = ("report", "--readme", project / "README.md", "--results", project / "results")
+    assert "four-token: damaged (KeyError: 'truth')" in refused(*words, folder=project)
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_section_without_its_end_is_refused(project, where):
+    """Or the text up to the next end would go with it."""
+    parts = [README, README]
+    parts[where] = parts[where].replace("<!-- end of results -->\n", "")
+    (project / "README.md").write_text("".join(parts))
+    words = ("report", "--readme", project / "README.md", "--results", project / "results")
+    told = refused(*words, folder=project)
+    assert "<!-- results:four-token -->: expected an <!-- end of results --> of its own after it" in told
+
+
+def test_a_readme_that_is_no_text_is_one_line(project):
+    (project / "README.md").write_bytes(b"\xff")
+    words = ("report", "--readme", project / "README.md", "--results", project / "results")
+    assert "README.md: expected text in UTF-8" in refused(*words, folder=project)
+
+
 def test_results_may_lie_outside_the_readmes_folder(project):
     (project / "docs").mkdir()
     (project / "README.md").rename(project / "docs" / "README.md")

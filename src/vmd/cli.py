@@ -870,15 +870,27 @@ def report(
     results: Annotated[Path, path_option(help="The results folder.")] = Path("results"),
 ) -> None:
     """Draw tables and figures of the results folder, and rewrite the README's tables from it."""
+    import shutil
+    from tempfile import TemporaryDirectory
+
     from vmd.figures import draw_figures
     from vmd.files import write_atomically
-    from vmd.report import read_results, update_readme
+    from vmd.report import as_written, read_results, renewed, update_readme
     from vmd.tables import render
 
     require(results.is_dir(), f"{results}: no such folder: expected results of `vmd reproduce`")
+    made: dict[Path, bytes] = {}  # all of it first: what is damaged must not leave half of the files renewed
     for path in sorted(results.glob("*/results.json")):
-        write_atomically(path.with_name("table.md"), render(read_results(path)))
-        draw_figures(path.parent)
+        with as_written(path):
+            made[path.with_name("table.md")] = render(read_results(path)).encode()
+        with as_written(path.parent), TemporaryDirectory() as aside:
+            for kept in (path, path.with_name("heatmaps.json")):
+                if kept.exists():
+                    shutil.copy(kept, aside)
+            made |= {path.with_name(picture.name): picture.read_bytes() for picture in draw_figures(Path(aside))}
+    renewed(readme, results)
+    for path, content in made.items():
+        write_atomically(path, content)
     say(f"{readme}: {'updated' if update_readme(readme, results) else 'unchanged'}")
 
 
