@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from command import refused, settings, succeeds, vmd
+from vmd import terminal
 from vmd.cli import main
-from vmd.config import InvalidInput, override_all
+from vmd.config import InvalidInput, ModelConfig, override_all
 from vmd.data import load_data
 from vmd.data import text as text_module
-from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer, model_tokenizer
+from vmd.data.tokenizers import TEXT8_ALPHABET, ByteTokenizer, CharTokenizer, model_tokenizer
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
 from vmd.presets import preset
@@ -108,6 +109,35 @@ def test_every_tokenizer_travels_with_its_model(source, tmp_path, tokenizer):
     assert found.to_dict()["kind"] == tokenizer
     assert found.decode(found.encode("über")) == "über"
     succeeds("sample", out, "-n", 2, "--prompt", "über")
+
+
+BYTES = [*"aü€\n\x1b[31m".encode(), 256, 0xC3, ord("b"), 0xC3, 256, 0xE2, 0x82]
+
+
+def test_characters_are_shown_whole_and_by_name_where_a_terminal_would_obey_them():
+    """Those of several bytes too, if all of them are there."""
+    config = ModelConfig(vocab_size=256)
+    found = list(terminal.read_together(BYTES, config, ByteTokenizer()))
+    assert "".join(terminal.visible(shown) for _, shown in found) == "aü€\\n\\x1b[31m_\ufffdb\ufffd_\ufffd\ufffd"
+    assert [here.stop for here, _ in found] == [*(here.start for here, _ in found[1:]), len(BYTES)]  # and each once
+    assert [here.stop - here.start for here, _ in found][:3] == [1, 2, 3]
+    assert list(terminal.read_together([0, 2, 1], ModelConfig(vocab_size=2), CharTokenizer("\nb"))) == [
+        (slice(0, 1), "\n"),
+        (slice(1, 2), "_"),
+        (slice(2, 3), "b"),
+    ]
+
+
+def test_a_model_of_bytes_can_be_watched(source, tmp_path):
+    source.write_text("ü€\n\x1b[31m" * 100)
+    train(source, tmp_path / "run", "--tokenizer", "byte")
+    prompt = "ü€\n\x1b[31m"
+    for how in ("--watch", "--trace"):
+        shown = succeeds("sample", tmp_path / "run", "-n", 1, "--prompt", prompt, how).err
+        *steps, _ = shown.splitlines()
+        assert len(steps) == 4  # a line for each of its blocks
+        assert "ü€\\n\\x1b[31m" in steps[-1]
+        assert all(line.isprintable() for line in steps)
 
 
 def test_scores_are_of_all_of_a_text_or_of_a_split(source, tmp_path):

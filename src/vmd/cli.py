@@ -34,6 +34,7 @@ from vmd.terminal import (
     show,
     trained_fixed,
     usual_z,
+    visible,
     write_array,
 )
 
@@ -484,7 +485,7 @@ def sample(
     if out is not None:
         write_array(out, everything)
     for step in drawn.trace:
-        say(f"block {step.block} step {step.step}: {show(step.canvas[0, :wanted].tolist(), config, tokenizer)}")
+        say(f"block {step.block} step {step.step}: {visible(show(step.canvas[0, :wanted].tolist(), config, tokenizer))}")
     for tokens in everything.tolist():
         print(show(tokens, config, tokenizer))
     say(

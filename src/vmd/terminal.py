@@ -4,6 +4,7 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,25 @@ def show(tokens: list[int], config: Any, tokenizer: Any = None) -> str:
     return " ".join("_" if t == config.vocab_size else config.symbols[t] if config.symbols else str(t) for t in tokens)
 
 
+def visible(text: str) -> str:
+    """On one line, and nothing in it that a terminal would obey: as the symbols of a tokenizer are named."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def read_together(tokens: list[int], config: Any, tokenizer: Any) -> Iterator[tuple[slice, str]]:
+    """Which tokens make whole characters, and what they say: a byte of several that make one says nothing alone."""
+    start, most = 0, 4  # bytes of a character
+    while start < len(tokens):
+        stop, text = start + 1, show(tokens[start : start + 1], config, tokenizer)
+        while "\N{REPLACEMENT CHARACTER}" in text and stop < min(start + most, len(tokens)):
+            stop += 1
+            text = show(tokens[start:stop], config, tokenizer)
+        if "\N{REPLACEMENT CHARACTER}" in text:  # nothing comes of it
+            stop, text = start + 1, show(tokens[start : start + 1], config, tokenizer)
+        yield slice(start, stop), text
+        start = stop
+
+
 class Watch:
     """Shows the first sample on the terminal while it is written: new tokens in colour, the next ones as gaps."""
 
@@ -226,8 +246,8 @@ class Watch:
         shown = min(self.wanted, (step.block + 1) * self.config.block_size)  # blocks after this one are not begun
         line = Text()
         words = " " if self.tokenizer is None else ""
-        for token, fresh in zip(tokens[:shown], new[:shown], strict=True):
-            line.append(show([token], self.config, self.tokenizer) + words, style="bold green" if fresh else "")
+        for here, text in read_together(tokens[:shown], self.config, self.tokenizer):
+            line.append(visible(text) + words, style="bold green" if any(new[here]) else "")
         if self.live is None:
             self.console.print(line, highlight=False, soft_wrap=True)
             return
