@@ -7,7 +7,7 @@ from helpers import NO_LATENT, all_sequences, close, latent, random_law, random_
 from vmd.config import InvalidInput, LatentConfig
 from vmd.data import ArrayData, law
 from vmd.data.synthetic import d1, d2, dependence
-from vmd.diagnostics import advice
+from vmd.diagnostics import advice, describe
 from vmd.evaluation import CERTIFIED, diagnose_model, evaluate_model
 from vmd.model import VMD
 
@@ -123,6 +123,29 @@ def test_the_kl_is_information_and_gap():
         found = diagnose_model(tiny_model(4, 4, 10, z=z), array())
         assert found.kl == pytest.approx(found.information + found.marginal_gap, abs=1e-4)
         assert sum(found.spread) == pytest.approx(found.kl if z.kind == "gaussian" else 1, abs=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 30])
+@pytest.mark.parametrize("z", [latent(), CODES, LatentConfig(kind="chain", codes=4)], ids=["gaussian", "codes", "chain"])
+def test_what_so_few_rows_cannot_tell_is_not_told(z, rows):
+    """Within n rows I(x; z) is at most log n, for each code of a chain."""
+    found = diagnose_model(tiny_model(4, 4, 10, z=z), array(), rows=rows)
+    assert found.limit == pytest.approx((4 if z.kind == "chain" else 1) * math.log(rows))
+    if rows == 1:
+        assert "I(x; z) not told by one row; " in describe(found, z.kind)
+        return
+    assert found.information <= found.limit + 1e-6
+    clamped, free = (
+        found._replace(kl=found.limit + 1, information=found.limit - 0.01),
+        found._replace(kl=0.1, information=0.1),
+    )
+    assert f"I(x; z) at least {clamped.information:.3f} (so few rows tell at most {found.limit:.3f}); " in describe(
+        clamped, z.kind
+    )
+    assert "I(x; z) 0.100" in describe(free, z.kind)  # not less than the KL, which no number of rows would make more
+    assert clamped.limited
+    assert not free.limited
+    assert not found._replace(kl=9.0, limit=7.0, information=5.0).limited  # with many rows
 
 
 def test_codes_that_only_name_their_block_carry_nothing():

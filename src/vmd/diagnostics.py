@@ -19,9 +19,7 @@ class Diagnostics(NamedTuple):
     """All in nats. `spread` is the KL of each dimension of a Gaussian, or the share of blocks that use each code."""
 
     kl: float  # KL(posterior || prior) per block
-    information: (
-        float  # what z tells of x: I(x; z) per block within the batch (at most the log of its rows), or the KL if less
-    )
+    information: float  # what z tells of x: I(x; z) per block within the batch, or the KL if less
     marginal_gap: (
         float | None
     )  # KL(mean posterior || prior): what of the KL tells nothing of x; None if priors differ by row
@@ -29,6 +27,12 @@ class Diagnostics(NamedTuple):
     active: int  # dimensions whose posterior mean varies over the data, or codes that are used
     size: int  # dimensions or codes in all
     spread: list[float]
+    limit: float  # the most that I(x; z) can be within so many rows: their log, for each code
+
+    @property
+    def limited(self) -> bool:
+        """Whether more rows would tell of more: a nat below the limit an estimate lacks less than 0.2."""
+        return self.limit == 0 or self.limit - 1 < self.information < self.kl
 
 
 @torch.no_grad()
@@ -65,6 +69,7 @@ def diagnose(
         int((variance > 0.01).sum()),
         config.latent.dim,
         per_dimension[scored].mean(0).tolist(),
+        math.log(len(x0)),
     )
 
 
@@ -96,6 +101,7 @@ def diagnose_codes(model: VMD, x0: Tensor, fixed: Tensor | None, tokens: int, on
         int((usage >= DEAD / len(usage)).sum()),
         len(usage),
         usage.tolist(),
+        each * math.log(len(x0)),
     )
 
 
@@ -138,8 +144,12 @@ def advice(found: Diagnostics, kind: str) -> str | None:
 
 def describe(found: Diagnostics, kind: str) -> str:
     unit = "dimensions active" if kind == "gaussian" else "codes used"
+    information = f"{found.information:.3f}"
     gap = "" if found.marginal_gap is None else f", mean posterior to prior {found.marginal_gap:.3f}"
+    if found.limited:  # what so few rows cannot tell would be taken for the gap
+        limit = f" (so few rows tell at most {found.limit:.3f})"
+        information, gap = f"at least {information}{limit}" if found.limit else "not told by one row", ""
     return (
-        f"z: KL {found.kl:.3f}, I(x; z) {found.information:.3f}{gap} nats per block; {found.active} of {found.size} {unit}; "
+        f"z: KL {found.kl:.3f} nats per block, I(x; z) {information}{gap}; {found.active} of {found.size} {unit}; "
         f"tokens cost {found.nll_gap:.3f} nats more under a z of the prior"
     )

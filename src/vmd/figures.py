@@ -169,7 +169,10 @@ def draw_scores(rows: list[dict], entropy: float | None, carried: Any, kind: str
         axis.set_xlabel("codes, by use" if codes else "dimensions of z, by KL")
         axis.set_ylabel("share of blocks" if codes else "KL, nats per block")
         what = "codes used" if codes else "dimensions active"
-        axis.set_title(f"{carried.active} of {carried.size} {what}, I(x; z) = {carried.information:.2f} nats", fontsize=10)
+        sign = "≥" if carried.limited else "="  # few rows cannot tell of more
+        title = f"{carried.active} of {carried.size} {what}"
+        title += f", I(x; z) {sign} {carried.information:.2f} nats" if carried.limit else ""
+        axis.set_title(title, fontsize=10)
     return save(figure, path)
 
 
