@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 
@@ -20,11 +21,29 @@ def require_choice(name: str, value: Any, choices: tuple) -> None:
     require(value in choices, f"{name}={value!r}: expected one of {', '.join(map(str, choices))}")
 
 
-def require_literals(section: str, config: Any) -> None:
-    """Every field declared as a Literal has one of its values."""
+def is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def require_types(section: str, config: Any) -> None:
+    """Every field is of the type that it is declared with: Python would find out only where it is used."""
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
     for name, hint in get_type_hints(type(config)).items():
+        value, where = getattr(config, name), f"{section}.{name}" if section else name
         if get_origin(hint) is Literal:
-            require_choice(f"{section}.{name}", getattr(config, name), get_args(hint))
+            require_choice(where, value, get_args(hint))
+            continue
+        several = get_origin(hint) is tuple
+        kind = get_args(hint)[0] if several else hint
+        fits = {int: is_whole, float: is_number}.get(kind, lambda some, kind=kind: isinstance(some, kind))
+        good = isinstance(value, tuple) and all(map(fits, value)) if several else fits(value)
+        if not good:  # the value may be long to write
+            what = names.get(kind, f"a {kind.__name__}")
+            raise InvalidInput(f"{where}={value!r:.60}: expected {f'a tuple, each {what}' if several else what}")
 
 
 def require_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
@@ -59,7 +78,7 @@ class LatentConfig:
     span: int = 1  # of a chain: so many neighbours share a code; half the block size: two codes for a block
 
     def __post_init__(self) -> None:
-        require_literals("model.latent", self)
+        require_types("model.latent", self)
         require_range("model.latent.dim", self.dim, 1, 65_536)
         require_range("model.latent.encoder_layers", self.encoder_layers, 0, 1_000)
         require_range("model.latent.prior_layers", self.prior_layers, 1, 1_000)
@@ -123,6 +142,7 @@ class ModelConfig:
     symbols: tuple[str, ...] = ()  # what the token ids stand for, if they have names
 
     def __post_init__(self) -> None:
+        require_types("model", self)
         require_range("model.vocab_size", self.vocab_size, 0, 65_536)
         require_range("model.length", self.length, 0, 1_000_000)
         require_range("model.block_size", self.block_size, 0)
@@ -254,7 +274,7 @@ class ObjectiveConfig:
     free_bits: float = 0.0  # nats per block below which the KL is not pushed down
 
     def __post_init__(self) -> None:
-        require_literals("objective", self)
+        require_types("objective", self)
         require(len(self.steps) > 0, "objective.steps is empty: expected numbers of steps per block, such as 1,2")
         for count in self.steps:
             require_range("objective.steps", count, 1)
@@ -350,7 +370,7 @@ class TrainingConfig:
     checkpoint_every: int = 500
 
     def __post_init__(self) -> None:
-        require_literals("training", self)
+        require_types("training", self)
         for name in ("steps", "log_every", "checkpoint_every", "accumulate"):
             require_range(f"training.{name}", getattr(self, name), 1)
         require_range("training.batch_size", self.batch_size, 1, 1_000_000_000)
@@ -362,7 +382,6 @@ class TrainingConfig:
             f"training.learning_rate={self.learning_rate}: expected a positive number up to 1e30",
         )
         require(0 <= self.ema < 1, f"training.ema={self.ema}: expected a decay in [0, 1)")
-        require(isinstance(self.init, str), f"training.init={self.init!r}: expected the path of a folder as text, or a name")
 
 
 @dataclass(frozen=True)
@@ -376,7 +395,7 @@ class DataConfig:
     fixed: str = ""  # positions that are always given, as in "0:82" or "0,5,7": the model learns the rest given these
 
     def __post_init__(self) -> None:
-        require_literals("data", self)
+        require_types("data", self)
 
 
 @dataclass(frozen=True)
@@ -387,6 +406,9 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
+
+    def __post_init__(self) -> None:
+        require_types("", self)
 
 
 Config = TypeVar("Config")

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"  # beside the weights of a model of text
 
 
+def to_path(given: Any, what: str) -> Path:
+    """Of what a caller gave: an empty path would be the current folder."""
+    good = isinstance(given, (str, os.PathLike)) and str(given).strip() != ""
+    require(good, f"{given!r:.60}: expected the path of a folder for {what}")
+    return Path(given)
+
+
 def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vmd.config import is_whole, require
+
 
 class Rows(NamedTuple):
     """Rows of a batch: start to stop of total."""
@@ -95,7 +97,10 @@ def draw_masks(
     times: t ~ U(t_min, 1], each maskable token masked with probability t, weight 1/t. A block that came out without
         masks has weight 0, so that it pays no KL (KL/t diverges as t -> 0).
     """
+    require(isinstance(x0, Tensor) and x0.dim() == 2, "x0: expected a tensor of shape (rows, length)")
     batch, length = x0.shape
+    fits = is_whole(block_size) and block_size >= 1 and length % block_size == 0
+    require(fits, f"block_size={block_size!r}: expected a divisor of the length {length}")
     blocks, device = length // block_size, x0.device
     maskable = maskable_blocks(x0, block_size, fixed)
     u, scores = draw_uniforms(rows or Rows(0, batch, batch), blocks, block_size, generator, device)

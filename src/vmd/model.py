@@ -10,10 +10,19 @@ from torch import Tensor, nn
 
 from vmd.attention import KVCache
 from vmd.codes import CodeDecoder, CodeFeatures
-from vmd.config import InvalidInput, ModelConfig, from_dict, require, to_dict
+from vmd.config import InvalidInput, ModelConfig, from_dict, is_whole, require, to_dict
 from vmd.data import Dataset
 from vmd.data.tokenizers import Tokenizer, model_tokenizer
-from vmd.files import TOKENIZER_FILE, make_folder, read_json, read_tensors, remove_together, write_atomically, write_tensors
+from vmd.files import (
+    TOKENIZER_FILE,
+    make_folder,
+    read_json,
+    read_tensors,
+    remove_together,
+    to_path,
+    write_atomically,
+    write_tensors,
+)
 from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import Masks
 from vmd.network import Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
@@ -26,7 +35,7 @@ from vmd.objective import (
     draft_objective_together,
     objective,
 )
-from vmd.sampling import Desk, Draw, Samples, check_prompt, sample
+from vmd.sampling import Desk, Draw, Samples, check_prompt, check_seeds, sample
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 SHIPPED = Path(__file__).with_name("weights")  # models that come with the library
@@ -34,6 +43,7 @@ SHIPPED = Path(__file__).with_name("weights")  # models that come with the libra
 
 def model_folder(name: str | Path) -> Path:
     """A folder as it is, or a model that comes with the library by its name."""
+    require(isinstance(name, (str, os.PathLike)), f"{name!r:.60}: expected a model folder, or the name of a model")
     shipped = {path.parent.name: path.parent for path in SHIPPED.glob(f"*/{CONFIG_FILE}")}
     if os.path.exists(Path(name) / CONFIG_FILE) or str(name) not in shipped:
         also = f", or one that comes with vmd: {', '.join(sorted(shipped))}" if shipped else ""
@@ -50,6 +60,8 @@ class VMD(nn.Module):
 
     def __init__(self, config: ModelConfig, *, seed: int = 0):
         super().__init__()
+        made = isinstance(config, ModelConfig)
+        require(made, f"VMD({type(config).__name__}): expected a ModelConfig, such as vmd.preset('text').model")
         require(config.vocab_size > 0, f"model.vocab_size={config.vocab_size}: expected at least 1")
         require(config.length > 0, f"model.length={config.length}: expected at least 1")
         config = config.resolved(config.length, config.vocab_size)
@@ -154,7 +166,7 @@ class VMD(nn.Module):
 
         record: steps as CUDA graphs, which are replayed from then on.
         """
-        require(rows >= 1, f"a desk of {rows} rows: expected at least 1")
+        require(is_whole(rows) and rows >= 1, f"a desk of {rows!r} rows: expected a whole number, at least 1")
         cuda = self.device.type == "cuda"
         require(not record or cuda, f"record=True: expected False on {self.device.type}: it needs a GPU")
         return Desk(self, rows, cache=cache, record=record, device=self.device)
@@ -173,15 +185,15 @@ class VMD(nn.Module):
         With a `desk`, which may record steps, batches have its size. Without, steps are recorded on a GPU if there are many.
         """
         if prompt is None:
-            require(n is not None and n >= 1, f"n={n}: expected at least 1 sample")
+            require(is_whole(n) and n >= 1, f"n={n!r}: expected a whole number of samples, at least 1")  # type: ignore[operator]
             prompt = torch.full((n or 0, self.config.length), -1)
+        check_prompt(prompt, self.config)
         require(n is None or n == len(prompt), f"n={n}: expected {len(prompt)}, the rows of the prompt")
         require(len(prompt) >= 1, "an empty prompt: expected at least one row")
-        check_prompt(prompt, self.config)
         seeds, wanted = options.pop("seeds", None), len(prompt)
         if seeds is not None:
-            require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
-        require(batch_size >= 1, f"batch_size={batch_size}: expected at least 1")
+            check_seeds(seeds, len(prompt))
+        require(is_whole(batch_size) and batch_size >= 1, f"batch_size={batch_size!r}: expected a whole number, at least 1")
         cache = options.get("cache", True)
         if (
             desk is None
@@ -213,8 +225,8 @@ class VMD(nn.Module):
         c = self.config
         if length == c.length:
             return self
-        fits = c.shortest <= length <= c.length and length % c.block_size == 0
-        require(fits, f"length {length}: expected {c.shortest} to {c.length}, in whole blocks of {c.block_size}")
+        fits = is_whole(length) and c.shortest <= length <= c.length and length % c.block_size == 0
+        require(fits, f"length {length!r}: expected {c.shortest} to {c.length}, in whole blocks of {c.block_size}")
         with torch.random.fork_rng(devices=[]):  # nobody's chance is spent on weights that are not kept
             model = VMD(replace(c, length=length))
         own = {name: w[:length] if name.endswith("position.weight") else w for name, w in self.state_dict().items()}
@@ -237,7 +249,7 @@ class VMD(nn.Module):
 
         `weights`: if not the model's own now.
         """
-        folder = Path(folder)
+        folder = to_path(folder, "the model")
         make_folder(folder)
         write_tensors(folder / WEIGHTS_FILE, self.state_dict() if weights is None else weights)
         if self.tokenizer is not None:

@@ -220,6 +220,6 @@ def all_presets() -> dict[str, RunConfig]:
 
 def preset(name: str) -> RunConfig:
     presets = all_presets()
-    if name not in presets:
+    if not isinstance(name, str) or name not in presets:
         raise InvalidInput(f"unknown preset {name!r}: `vmd presets` lists them, such as {', '.join(list(presets)[:5])}")
     return presets[name]

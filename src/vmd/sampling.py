@@ -4,13 +4,14 @@ Nothing here knows a network: anything with the members of `Sampleable` can be s
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from vmd.config import InvalidInput, ModelConfig, require, require_choice
+from vmd.config import InvalidInput, ModelConfig, is_number, is_whole, require, require_choice
 from vmd.masking import ceil_share
 
 ORDERS = ("random", "prob", "margin", "entropy")
@@ -188,11 +189,12 @@ def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: st
     require_choice("rule", rule, RULES)
     require_choice("z", z, DRAWS)
     require(
-        1 <= steps <= config.block_size,
-        f"steps={steps}: expected 1 to {config.block_size}, the block size (steps are counted per block)",
+        is_whole(steps) and 1 <= steps <= config.block_size,
+        f"steps={steps!r}: expected 1 to {config.block_size}, the block size (steps are counted per block)",
     )
-    require(0 < temperature < float("inf"), f"temperature={temperature}: expected a positive number (use rule argmax for 0)")
-    require(0 < top_p <= 1, f"top_p={top_p}: expected a number in (0, 1]")
+    hot = is_number(temperature) and 0 < temperature < float("inf")
+    require(hot, f"temperature={temperature!r}: expected a positive number (use rule argmax for 0)")
+    require(is_number(top_p) and 0 < top_p <= 1, f"top_p={top_p!r}: expected a number in (0, 1]")
     require(
         rule == "sample" or (temperature == 1 and top_p == 1),
         "temperature and top_p belong to rule=sample: rule=argmax does not use them",
@@ -396,9 +398,10 @@ def sample(
     check_settings(config, steps, order, rule, z, temperature, top_p)
     check_prompt(prompt, config)
     require(generator is None or seeds is None, "generator and seeds: expected one of the two")
+    named = generator is None or isinstance(generator, torch.Generator)
+    require(named, f"generator={generator!r:.60}: expected a torch.Generator; numbers are for seeds")
     if seeds is not None:
-        require(len(seeds) == len(prompt), f"{len(seeds)} seeds: expected one for each of {len(prompt)} rows")
-        require(all(0 <= s < 2**63 for s in seeds), "seeds: expected numbers from 0 to 2^63")
+        check_seeds(seeds, len(prompt))
     rows, r = len(prompt), config.block_size
     noise = Noise(rows, prompt.device, generator, seeds)
     desk = desk or Desk(model, rows, cache=cache, device=prompt.device)
@@ -407,7 +410,8 @@ def sample(
     require(desk.cached == cache, f"cache={cache}: expected {desk.cached}, as the desk was made")
     desk.lay_out(prompt)
     require(not revise or order != "random", "revise: expected order prob, margin or entropy: what to doubt is not random")
-    require(0 <= order_noise < float("inf"), f"order_noise={order_noise}: expected a number of at least 0")
+    noisy = is_number(order_noise) and 0 <= order_noise < float("inf")
+    require(noisy, f"order_noise={order_noise!r}: expected a number of at least 0")
     require(not order_noise or order != "random", f"order_noise={order_noise}: expected 0 with order random")
     how = Rule(order, rule, temperature, top_p, revise, sums_codes(config, order, rule, steps))
     gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
@@ -474,12 +478,26 @@ def sums_codes(config: ModelConfig, order: str, rule: str, steps: int) -> bool:
     return sums and rule == "argmax" and order != "random" and steps > 1
 
 
+def check_seeds(seeds: Sequence[int], rows: int) -> None:
+    try:
+        numbers = [operator.index(seed) for seed in seeds]
+    except TypeError:
+        raise InvalidInput(f"seeds={seeds!r:.60}: expected whole numbers, one for each of {rows} rows") from None
+    require(len(numbers) == rows, f"{len(numbers)} seeds: expected one for each of {rows} rows")
+    require(all(0 <= seed < 2**63 for seed in numbers), "seeds: expected numbers from 0 to 2^63")
+
+
 def check_prompt(prompt: Tensor, config: ModelConfig) -> None:
+    require(
+        isinstance(prompt, Tensor),
+        f"a prompt of type {type(prompt).__name__}: expected a tensor of shape (rows, {config.length})",
+    )
     require(
         prompt.dim() == 2 and prompt.shape[1] == config.length,
         f"a prompt of shape {tuple(prompt.shape)}: expected (rows, {config.length}), one entry for each position",
     )
-    require(not prompt.is_floating_point(), f"a prompt of {prompt.dtype}: expected integers")
+    whole = not prompt.is_floating_point() and not prompt.is_complex() and prompt.dtype != torch.bool
+    require(whole, f"a prompt of {prompt.dtype}: expected integers")
     if prompt.numel():
         low, high = int(prompt.min()), int(prompt.max())
         bad = low if low < -1 else high

@@ -42,7 +42,7 @@ from vmd.distributed import (
     world_size,
 )
 from vmd.ensemble import Ensemble
-from vmd.files import claimed, make_folder, read_json, read_text, write_atomically
+from vmd.files import claimed, make_folder, read_json, read_text, to_path, write_atomically
 from vmd.flops import forward_flops
 from vmd.masking import Masks, Rows, draw_masks, draw_steps
 from vmd.model import VMD, of_backbone, require_same_tokens, start_from
@@ -417,8 +417,11 @@ def train(
     from. `on_look(done)` is called every `look_every` steps and at the end, while the model has its averaged weights. With
     `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step was saved.
     """
+    known = isinstance(model, (VMD, Ensemble)) and hasattr(data, "batch") and isinstance(config, RunConfig)
+    given = ", ".join(type(part).__name__ for part in (model, data, config))
+    require(known, f"train({given}): expected a model, data such as vmd.load_data gives, and a RunConfig")
     objective, training = config.objective, config.training
-    out = None if out is None else Path(out)
+    out = None if out is None else to_path(out, "the run")
     device, way = next(model.parameters()).device, training.attention
     require(isinstance(model, VMD) or way == "dense", f"training.attention={way}: expected dense in an ensemble")
     check_precision(training, device.type)

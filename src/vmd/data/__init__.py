@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from vmd.config import require
+from vmd.config import is_whole, require
 from vmd.data.arrays import ArrayData, load_array
 from vmd.data.sudoku import SudokuData, load_puzzles
 from vmd.data.synthetic import LAWS, Law, law
@@ -64,7 +64,10 @@ def load_data(
         return load_array(name, seed)
     if is_text(name):
         told = "text needs a length of its chunks: use a text preset or --set model.length=256 (integers go in an .npy file)"
-        require(length > 0, f"{name}: {told}")
+        require(is_whole(length) and length > 0, f"{name}: {told}")
+        tokenizer = str(tokenizer) if isinstance(tokenizer, Path) else tokenizer
+        named = isinstance(tokenizer, str) or hasattr(tokenizer, "encode")
+        require(named, f"tokenizer {tokenizer!r:.60}: expected a name, a path or a tokenizer")
         if isinstance(tokenizer, str) and tokenizer not in ("", "char", "byte"):
             tokenizer = load_tokenizer(tokenizer)
         folder = prepared_text(name, tokenizer or "char", documents=documents, on_progress=on_progress)

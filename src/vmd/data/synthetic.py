@@ -114,6 +114,8 @@ LAWS = {"deterministic": deterministic, "non-uniform": non_uniform, "d1": d1, "d
 
 def law(name: str) -> Law:
     """A law by name: deterministic, non-uniform, dependence-P, d1, d2, poker."""
+    known = f"dependence-P, or one of {', '.join(LAWS)}"
+    require(isinstance(name, str), f"unknown data {name!r:.60}: expected {known}")
     if name in LAWS:
         return LAWS[name]()
     if name.startswith("dependence-"):
@@ -123,5 +125,4 @@ def law(name: str) -> Law:
             p = math.nan
         require(p == p, f"{name}: expected dependence-P with a probability P, such as dependence-0.5")
         return dependence(p)
-    known = f"dependence-P, or one of {', '.join(LAWS)}"
     raise InvalidInput(f"unknown data {name!r}: expected the path of an .npy array or of text, text8, {known}")
