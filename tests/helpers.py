@@ -160,6 +160,9 @@ class LawOracle:
         r = self.config.block_size
         return conditionals(self.law, canvas)[:, block * r : (block + 1) * r].log()
 
+    def read(self, canvas: Tensor, first: int, last: int, z: Tensor | None, noise: Tensor | None) -> int:
+        return 0
+
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int:
         return 0
 
@@ -188,14 +191,16 @@ class LatentOracle(LawOracle):
     def prior(self) -> UniformIndex:
         return UniformIndex(len(self.law.sequences))
 
-    def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None:
+    def read(self, canvas: Tensor, first: int, last: int, z: Tensor | None, noise: Tensor | None) -> int:
         assert z is not None
-        z[:, block] = self.prior().draw(noise)
+        assert noise is not None
+        z[:, first:last] = self.prior().draw(noise)
+        return 0
 
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor:
         assert z is not None
         if noise is not None:
-            self.draw(canvas, block, z, noise)
+            self.read(canvas, block, block + 1, z, noise.unsqueeze(1))
         self.calls.append(block)
         self.seen.append(z.clone())
         r = self.config.block_size

@@ -12,12 +12,14 @@ from vmd.config import InvalidInput, LatentConfig, ModelConfig
 from vmd.infilling import Stage, fit, stages
 from vmd.likelihood import nll_bound
 from vmd.model import VMD
+from vmd.network import Block
 
 LATENTS = {
     "none": LatentConfig("none"),
     "codes": LatentConfig("categorical", codes=4),
     "codes by place": LatentConfig("categorical", codes=4, by_place=True),
     "chain": LatentConfig("chain", codes=3),
+    "codes in a layer": LatentConfig("categorical", codes=4, code_layers=1),
     "gaussian": LatentConfig("gaussian", dim=2, encoder_layers=1, encoder_stream="doubled"),
     "learned prior": LatentConfig("gaussian", dim=2, encoder_layers=1, prior="learned"),
 }
@@ -128,6 +130,58 @@ def test_candidates_that_are_alike_weigh_the_same(kind, steps):
     rows[:, 14:] = torch.randint(3, (20, 2), generator=torch.Generator().manual_seed(4))
     weights = fit(model, rows, gap, 16, Stage(8, 12, 14), steps)
     torch.testing.assert_close(weights, weights[:1].expand(20), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("first", [0, 8])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "codes by place", "chain", "draft"])
+def test_blocks_behind_a_cache_weigh_what_they_weigh_with_all_before_them(kind, steps, first):
+    model, chance = model_of(kind, 20), torch.Generator().manual_seed(3)
+    rows = torch.randint(3, (30, 20), generator=chance)
+    rows[:, :first] = rows[torch.arange(30) // 10, :first]  # three beginnings
+    rows[5:10] = rows[4]  # and some that are alike altogether
+    gap = torch.zeros(20, dtype=torch.bool)
+    gap[first + 1 : first + 5] = True
+    reader = model.predictor(30)
+    stage = Stage(first, first + 6, first + 10)
+    with torch.no_grad():
+        if first:
+            reader.read(rows, 0, first // 2, None, None)
+        cached, anew = (fit(model, rows, gap, 19, stage, steps, cache) for cache in (reader.cache, None))
+    torch.testing.assert_close(cached, anew, atol=1e-5, rtol=1e-5)
+    assert float(anew.std()) > 0.1  # it matters which
+
+
+@pytest.mark.parametrize("kind", ["none", "codes by place", "codes in a layer", "chain", "draft"])
+def test_many_gaps_are_filled_with_a_cache_as_without(kind):
+    model = model_of(kind, 32)
+    text = torch.randint(3, (31,), generator=torch.Generator().manual_seed(5))
+    text[[1, 2, 8, 9, 15, 20, 21, 22, 28]] = -1
+    with_it, without = (
+        vmd.infill(model, text, 5, tries=8, seeds=list(range(5)), cache=cache, steps=2, trace=True)
+        for cache in (True, False)
+    )
+    assert torch.equal(with_it.tokens, without.tokens)
+    assert with_it.nfe == without.nfe
+    for ours, theirs in zip(with_it.trace, without.trace, strict=True):
+        assert torch.equal(ours.canvas, theirs.canvas)
+        assert torch.equal(ours.revealed, theirs.revealed)
+
+
+def test_text_is_read_once_for_all_candidates_that_share_it(monkeypatch):
+    made: list[int] = []  # tokens of every pass
+    usual = Block.forward
+
+    def counted(block, h, turn, visible, condition, cache, layer, *rest):
+        made.extend([h.shape[0] * h.shape[1]] * (layer == 0))
+        return usual(block, h, turn, visible, condition, cache, layer, *rest)
+
+    monkeypatch.setattr(Block, "forward", counted)
+    text = torch.zeros(64, dtype=torch.long)
+    text[50] = -1
+    vmd.infill(model_of("codes by place", 64), text, 4, tries=8, seeds=list(range(4)))
+    assert made[:2] == [50, 32 * 2]  # the text before the block, and 32 times the block
+    assert sum(made[2:]) <= 3 * 2 * (14 + 2)  # of three candidates all from there on, and the block again, both doubled
 
 
 def test_of_tokens_written_in_turn_the_weight_is_of_the_whole_chain():

@@ -218,11 +218,11 @@ def test_a_cached_pass_runs_on_one_block():
     assert lengths == [2, 2, 4, 2, 4, 2]  # two steps for each block; the first takes the finished block before it along
 
 
-def test_a_finished_block_is_passed_alone_if_no_step_follows():
+def test_given_blocks_are_passed_together_before_the_first_step():
     model = tiny_model(8, 2, z=latent())
     prompt = torch.tensor([[1, 1, 1, 1, -1, -1, -1, -1]])
     lengths = tokens_entering_trunk(model, lambda: model.sample(prompt=prompt, steps=1))
-    assert lengths == [2, 4, 4]  # the first block alone, the second with the third, the third with the fourth
+    assert lengths == [4, 2, 4]  # the first two blocks, the third, and the third with the fourth
 
 
 @all_latents

@@ -159,13 +159,15 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tenso
 class CleanPrefix:
     """Keys and values of the clean stream, recorded layer by layer, for noisy streams that share it.
 
-    `update` puts them behind a pass's own, repeated where the pass has several rows for each clean one.
+    `update` puts them behind a pass's own, repeated where the pass has several rows for each clean one. Of the text before
+    the blocks of a pass, a prefix also has the tokens (B, length).
     """
 
     visible: Tensor | None = None  # the pass says itself
 
-    def __init__(self) -> None:
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, layers: dict[int, tuple[Tensor, Tensor]] | None = None, tokens: Tensor | None = None) -> None:
+        self.layers = {} if layers is None else layers
+        self.tokens = tokens
         self._recording = False
 
     @contextmanager
@@ -212,3 +214,20 @@ class KVCache:
         self.keys[layer].index_copy_(2, self.positions, k.to(self.keys.dtype))
         self.values[layer].index_copy_(2, self.positions, v.to(self.values.dtype))
         return self.keys[layer, :, :, : self.reach].to(k.dtype), self.values[layer, :, :, : self.reach].to(v.dtype)
+
+    def empty(self, batch: int, length: int) -> "KVCache":
+        """Another one, for as many rows and tokens."""
+        layers, _, heads, _, head_dim = self.keys.shape
+        device, dtype = self.keys.device, self.keys.dtype
+        return KVCache(layers, batch, heads, length, head_dim, self.block_size, device=device, dtype=dtype)
+
+    def fill(self, other: "KVCache", rows: Tensor) -> None:
+        """What another one holds, whose row rows[i] (B,) is the beginning of row i."""
+        length = other.keys.shape[3]
+        self.keys[:, :, :, :length] = other.keys.index_select(1, rows)
+        self.values[:, :, :, :length] = other.values.index_select(1, rows)
+
+    def prefix(self, rows: Tensor, tokens: Tensor) -> CleanPrefix:
+        """Of some rows (n,), as far as these clean tokens (n, length) go."""
+        parts = (part[:, rows, :, : tokens.shape[1]] for part in (self.keys, self.values))
+        return CleanPrefix(dict(enumerate(zip(*parts, strict=True))), tokens)

@@ -87,37 +87,47 @@ class CodeDecoder(Decoder):
         super().__init__(config)
         self.pathway = CodePathway(config)
 
-    def forward(self, xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
+    def forward(self, xt: Tensor, x0: Tensor, z: Tensor | None, prefix: CleanPrefix | None = None) -> Tensor:
         """Logits (B, L, V) of every noisy position under codes z (B, C, 1), of a chain (B, C, r / span)."""
         assert z is not None, "a model of codes needs them"
-        return self.code_logits(self.code_features(xt, x0), z.long())
+        return self.code_logits(self.code_features(xt, x0, prefix), z.long())
 
-    def code_features(self, xt: Tensor, x0: Tensor) -> CodeFeatures:
-        """The layers before the code, over [xt ; x0]; the clean stream runs on alone through the last ones."""
+    def code_features(self, xt: Tensor, x0: Tensor, prefix: CleanPrefix | None = None) -> CodeFeatures:
+        """The layers before the code, over [xt ; x0]; the clean stream runs on alone through the last ones.
+
+        With a prefix, for the blocks behind it, if all layers come before the code.
+        """
         c, trunk = self.config, self.trunk
-        split, length = c.layers - c.latent.code_layers, c.length
-        positions = torch.arange(length, device=xt.device)
+        split, length = c.layers - c.latent.code_layers, xt.shape[1]
         if c.blocks == 1:
+            positions = torch.arange(length, device=xt.device)
             h = trunk.embed(xt, positions)
             h = trunk.run_layers(h, positions, None, range(split), None, None)
             return CodeFeatures(h, None, positions, self.code_prior(h))
-        doubled, visible = torch.cat([xt, x0], dim=1), self.visible()
-        both = positions.repeat(2)
+        doubled, both, visible = self.doubled(xt, x0, prefix)
         keep = length if split == c.layers else None
-        h = trunk.run_layers(trunk.embed(doubled, both), both, visible, range(split), None, None, keep)
-        noisy, clean = h[:, :length], h[:, length:]
-        prefix = CleanPrefix()
+        h = trunk.run_layers(trunk.embed(doubled, both), both, visible, range(split), None, prefix, keep)
+        noisy, clean, positions = h[:, :length], h[:, length:], both[:length]
+        recorded = CleanPrefix()
         if split < c.layers:
-            with prefix.recording():
-                trunk.run_layers(clean, positions, self.visible.clean, range(split, c.layers), None, prefix)
-        return CodeFeatures(noisy, prefix, positions, self.code_prior(noisy))
+            assert prefix is None, "the layers that see the code would need it too"
+            with recorded.recording():
+                trunk.run_layers(clean, positions, self.visible.clean, range(split, c.layers), None, recorded)
+        return CodeFeatures(noisy, recorded, positions, self.code_prior(noisy))
 
     def code_block_features(self, tokens: Tensor, cache: KVCache, *, clean: int) -> CodeFeatures:
-        """The same for the last of some blocks (B, n r) behind the cached clean prefix, the `clean` before it finished."""
+        """The same for some blocks (B, n r) behind the cached clean prefix, less the first `clean`, which are finished."""
         h = self.trunk.embed(tokens, cache.positions)
         before_codes = range(self.config.layers - self.config.latent.code_layers)
         h = self.trunk.run_layers(h, cache.positions, None, before_codes, None, cache)[:, clean * self.config.block_size :]
         return CodeFeatures(h, cache, cache.positions, self.code_prior(h))
+
+    def read_blocks(self, tokens: Tensor, cache: KVCache) -> Categorical | CodeChain:
+        """Finished blocks (B, n r) through all layers, for the cache; the prior of their codes, now that they are known."""
+        features = self.code_block_features(tokens, cache, clean=0)
+        with_codes = range(self.config.layers - self.config.latent.code_layers, self.config.layers)
+        self.trunk.run_layers(features.h, cache.positions, None, with_codes, None, cache)
+        return features.prior
 
     def code_prior(self, h: Tensor) -> Categorical | CodeChain:
         """pi(k^b | revealed tokens of the block, earlier blocks); of a chain, from each code's own tokens."""
@@ -174,12 +184,12 @@ class CodeDecoder(Decoder):
         moved = pathway.project(h).unflatten(1, (code.shape[1], -1)) * scale + shift
         return self.head(h) + pathway.out(moved.flatten(1, 2))
 
-    def code_scores(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes | ChainCodes:
+    def code_scores(self, xt: Tensor, x0: Tensor, target: Tensor, prefix: CleanPrefix | None = None) -> Codes | ChainCodes:
         """log pi_k and the sum over each block's target tokens of log p(x0_i | k), for every code: (B, C, K) each.
 
         Of a chain, the sum over each code's own targets, (B, C, r / span, K), and what the chain is.
         """
-        features = self.code_features(xt, x0)
+        features = self.code_features(xt, x0, prefix)
         found = torch.cat([part for part, _ in self._score_codes(features, x0, target)], dim=-1)
         return self._with_prior(features.prior, found)
 
@@ -220,7 +230,7 @@ class CodeDecoder(Decoder):
         """(B, C, n) for n codes, of a chain (B, C, r/span, n); with weights, log sum_k pi_k p(x0_i | k) of these, (B, L)."""
         score = self._score_by_kernel if self.kernel_scores() else self._score_tokens
         log_p = score(features, some, x0, target)
-        chosen = log_p.masked_fill(~target.unsqueeze(-1), 0.0).unflatten(1, (self.config.blocks, -1))
+        chosen = log_p.masked_fill(~target.unsqueeze(-1), 0.0).unflatten(1, (-1, self.config.block_size))
         chosen = chosen.unflatten(2, (-1, self.config.latent.span)) if self.config.latent.kind == "chain" else chosen
         return chosen.sum(-2), None if weights is None else (weights[..., some] + log_p).logsumexp(-1)
 

@@ -5,16 +5,19 @@ make the text after the gap likely: a particle filter, gap after gap, in which o
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vmd.attention import CleanPrefix, KVCache
 from vmd.config import ModelConfig, require
 from vmd.evaluation import rows_per_score
-from vmd.likelihood import marginal_nll
 from vmd.masking import Masks
 from vmd.network import largest_tensor
+from vmd.objective import code_terms, targets_nll
 from vmd.sampling import Samples, Step, check_prompt, hashed_uniforms
 
 if TYPE_CHECKING:
@@ -99,7 +102,7 @@ def infill(
     wanted, r = len(prompt), config.block_size
     text = torch.full((max(config.shortest, -(-wanted // r) * r),), -1)
     text[:wanted] = prompt.cpu()
-    check_prompt(text.unsqueeze(0), model.shortened(len(text)).config)
+    check_prompt(text.unsqueeze(0), replace(config, length=len(text)))
     gap = text < 0
     gap[wanted:] = False  # blocks are filled up with what nobody asked for
     plan = stages(gap.tolist(), r) if tries > 1 else [Stage(0, len(text), len(text))] if gap.any() else []
@@ -122,10 +125,14 @@ def infill(
         short, rows = model.shortened(max(config.shortest, stage.last)), particles.flatten(0, 1)
         at_once, weights = max(1, largest_tensor(model.device) // (2**13 * stage.end)), []
         for some, by in zip(rows.split(at_once), written_by[-1].flatten().split(at_once), strict=True):
-            made = short.sample(prompt=some[:, : short.config.length], seeds=by.tolist(), **options)
+            canvas = some[:, : short.config.length]
+            desk = short.desk(len(some), cache=options.get("cache", True), record=short.records(canvas, **options))
+            made = short.sample(prompt=canvas, seeds=by.tolist(), desk=desk, **options)
             some[:, stage.first : stage.last] = made.tokens[:, stage.first : stage.last].cpu()
             if to_judge:
-                weights.append(fit(model, some, gap, wanted, stage, options.get("steps", 1)))
+                # Layers that see a code run for the noisy blocks apart, and not behind a cache where all codes are scored.
+                cache = None if config.latent.code_layers else getattr(desk.predictor, "cache", None)
+                weights.append(fit(model, some, gap, wanted, stage, options.get("steps", 1), cache))
                 done += len(some)
                 on_progress(done, total)
         nfe, cache_passes = nfe + made.nfe, cache_passes + made.cache_passes
@@ -161,14 +168,18 @@ def pick(
     return chosen, [by.gather(1, index) for by in written_by], torch.zeros(index.shape, dtype=torch.float64)
 
 
-def fit(model: "VMD", rows: Tensor, gap: Tensor, wanted: int, stage: Stage, steps: int) -> Tensor:
+def fit(
+    model: "VMD", rows: Tensor, gap: Tensor, wanted: int, stage: Stage, steps: int, cache: KVCache | None = None
+) -> Tensor:
     """(B,): log p(blocks of the stage | all before) - log p(its gaps | given tokens of their blocks, and all before).
 
     Both by the law of one step; without a latent and a draft head, if several are taken, of tokens in turn from the left.
+    With a cache of the text before the stage only its blocks are evaluated; without, all of them.
     """
     config, r = model.config, model.config.block_size
-    short = model.shortened(max(config.shortest, stage.end))
-    place, length = torch.arange(short.config.length), short.config.length
+    length = stage.end if cache is not None else max(config.shortest, stage.end)
+    start, judge = (stage.first, model) if cache is not None else (0, model.shortened(length))
+    place = torch.arange(length)
     inside = (place >= stage.first) & (place < stage.end)
     gap = gap[:length] & inside
     of_gaps = gap.view(-1, r).all(1).repeat_interleave(r)
@@ -177,14 +188,28 @@ def fit(model: "VMD", rows: Tensor, gap: Tensor, wanted: int, stage: Stage, step
     turns = [(place % r >= j, place % r == j) for j in range(r)] if in_turn else [(place >= 0, place >= 0)]
     terms = [(inside & left, asked & now, -1) for left, now in turns]
     terms += [((gap | (inside & (place >= wanted))) & left, gap & asked & now, 1) for left, now in turns]
-    found = []
-    for some in rows[:, :length].clamp(min=0).split(rows_per_score(short)):
+    distinct, which = rows[:, :length].clamp(min=0).unique(dim=0, return_inverse=True)  # those alike weigh the same
+    one_of_each = torch.zeros(len(distinct), dtype=torch.long).scatter(0, which, torch.arange(len(rows)))
+    at_once, found = max(1, rows_per_score(model) * config.length // length), []
+    for some, at in zip(distinct.split(at_once), one_of_each.split(at_once), strict=True):
         x0, total = some.to(model.device), torch.zeros(len(some), dtype=torch.float64)
+        prefix = None if cache is None else cache.prefix(at.to(model.device), x0[:, :start])
         for mask, target, sign in terms:
             if target.any():
-                blocks = target.view(-1, r).any(1).double()
-                masks = Masks(*(part.to(x0.device).expand(len(x0), -1) for part in (mask, target, blocks)))
-                nll = marginal_nll(short, x0, masks, 1, None, len(x0))
+                stop = length if cache is None else (int(target.nonzero().max()) // r + 1) * r  # no later block has a part
+                blocks = target[start:stop].view(-1, r).any(1).double()
+                parts = (mask[start:stop], target[start:stop], blocks)
+                masks = Masks(*(part.to(x0.device).expand(len(x0), -1) for part in parts))
+                nll = nll_behind(judge, prefix, x0[:, start:stop], masks)
                 total += sign * (nll.cpu() * blocks).sum(-1)
         found.append(total)
-    return torch.cat(found)
+    return torch.cat(found)[which]
+
+
+def nll_behind(model: "VMD", prefix: CleanPrefix | None, x0: Tensor, masks: Masks) -> Tensor:
+    """(B, blocks): -log p(targets | revealed) of blocks behind a prefix, summed over codes as in `marginal_nll`."""
+    if model.config.latent.coded:
+        terms = code_terms(partial(model.codes, prefix=prefix), x0, masks, model.mask_id)
+        return -terms.double().log_joint().logsumexp(-1)
+    denoise = partial(model.denoise, prefix=prefix)
+    return targets_nll(denoise, x0, masks, model.mask_id, None, drafts=model.config.draft > 0).double()

@@ -2,13 +2,14 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from vmd.attention import KVCache
+from vmd.attention import CleanPrefix, KVCache
 from vmd.codes import CodeDecoder, CodeFeatures
 from vmd.config import InvalidInput, ModelConfig, from_dict, is_whole, require, to_dict
 from vmd.data import Dataset
@@ -25,7 +26,7 @@ from vmd.files import (
 )
 from vmd.latent import Categorical, CodeChain, Gaussian, standard_normal
 from vmd.masking import Masks
-from vmd.network import Decoder, Encoder, NoEncoder, PriorNetwork, init_weights
+from vmd.network import Decoder, Encoder, NoEncoder, PriorNetwork, init_weights, largest_tensor
 from vmd.objective import (
     ChainCodes,
     Codes,
@@ -109,13 +110,13 @@ class VMD(nn.Module):
             return self.prior_network(xt, x0)
         return standard_normal(torch.zeros(self.latent_shape(len(xt)) or (), device=xt.device))
 
-    def denoise(self, xt: Tensor, x0: Tensor, z: Tensor | None = None) -> Tensor:
-        """Logits (B, L, V) of p(x0^b | xt^b, x0^{<b}, z) for all blocks at once."""
-        return self.decoder(xt, x0, z)
+    def denoise(self, xt: Tensor, x0: Tensor, z: Tensor | None = None, prefix: CleanPrefix | None = None) -> Tensor:
+        """Logits (B, L, V) of p(x0^b | xt^b, x0^{<b}, z) for all blocks at once; with a prefix, for those behind it."""
+        return self.decoder(xt, x0, z, prefix)
 
-    def codes(self, xt: Tensor, x0: Tensor, target: Tensor) -> Codes | ChainCodes:
+    def codes(self, xt: Tensor, x0: Tensor, target: Tensor, prefix: CleanPrefix | None = None) -> Codes | ChainCodes:
         """Prior and likelihood of the targets under every code, (B, blocks, K) each."""
-        return self.coder.code_scores(xt, x0, target)
+        return self.coder.code_scores(xt, x0, target, prefix)
 
     def forward(
         self,
@@ -171,6 +172,11 @@ class VMD(nn.Module):
         require(not record or cuda, f"record=True: expected False on {self.device.type}: it needs a GPU")
         return Desk(self, rows, cache=cache, record=record, device=self.device)
 
+    def records(self, prompt: Tensor, *, steps: int = 1, cache: bool = True, **options) -> bool:
+        """Whether it pays to record the steps that fill such a prompt."""
+        written = int((prompt < 0).any(0).view(self.config.blocks, -1).any(1).sum())
+        return cache and self.device.type == "cuda" and written * steps >= RECORDED
+
     def sample(
         self,
         n: int | None = None,
@@ -194,13 +200,7 @@ class VMD(nn.Module):
         if seeds is not None:
             check_seeds(seeds, len(prompt))
         require(is_whole(batch_size) and batch_size >= 1, f"batch_size={batch_size!r}: expected a whole number, at least 1")
-        cache = options.get("cache", True)
-        if (
-            desk is None
-            and cache
-            and self.device.type == "cuda"
-            and self.config.blocks * options.get("steps", 1) >= RECORDED
-        ):
+        if desk is None and self.records(prompt, **options):
             desk = self.desk(-(-len(prompt) // -(-len(prompt) // batch_size)), record=True)
         batches = -(-len(prompt) // (batch_size if desk is None else desk.rows))
         size = -(-len(prompt) // batches) if desk is None else desk.rows
@@ -321,11 +321,19 @@ class Predictor:
         return self._marginal(self.seen)
 
     def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None:
-        """Draw z^b from its prior alone, for a block in which nothing is left to write."""
+        """Draw a Gaussian z^b from its prior."""
         assert z is not None
-        if self.prepared != block:
-            self.prepare(block)
-        self._write(z, self._code_features(canvas).prior if self.codes else self._gaussian_prior(canvas), noise)
+        self._write(z, self._gaussian_prior(canvas), noise)
+
+    def read(self, canvas: Tensor, first: int, last: int, z: Tensor | None, noise: Tensor | None) -> int:
+        """In blocks first to last, `last` not among them, nothing is left to write: draw their z (noise: (B, n, dim)).
+
+        Returns the number of network passes that also fill a cache.
+        """
+        if z is not None and noise is not None:
+            prior = self.model.prior(canvas, canvas)
+            z[:, first:last] = drawn(of_blocks(prior, lambda part: part[:, first:last]), noise)
+        return 0
 
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int:
         """Block b is finished. Returns the number of network passes that took."""
@@ -335,9 +343,7 @@ class Predictor:
         def here(part: Tensor) -> Tensor:
             return part if part.shape[1] == 1 else part.index_select(1, self.block)
 
-        mine = CodeChain(here(prior.bias), prior.next) if isinstance(prior, CodeChain) else type(prior)(*map(here, prior))
-        drawn = mine.draw(noise.unsqueeze(1)) if noise.shape[-1] else mine.likeliest()
-        z.index_copy_(1, self.block, drawn.to(z.dtype))
+        z.index_copy_(1, self.block, drawn(of_blocks(prior, here), noise.unsqueeze(1)).to(z.dtype))
 
     def _of_block(self, x: Tensor, before: int = 0) -> Tensor:
         """The tokens of the block, and of some before it."""
@@ -386,6 +392,19 @@ class Predictor:
         return self._of_block(self.model.coder.code_marginals(features))
 
 
+Prior = Gaussian | Categorical | CodeChain
+
+
+def of_blocks(prior: Prior, some: Callable[[Tensor], Tensor]) -> Prior:
+    """Of some rows and blocks, taken from what there is of all, (B, C, ...)."""
+    return CodeChain(some(prior.bias), prior.next) if isinstance(prior, CodeChain) else type(prior)(*map(some, prior))
+
+
+def drawn(prior: Prior, noise: Tensor) -> Tensor:
+    """z (B, C, dim); without noise, (B, C, 0), the likeliest."""
+    return prior.draw(noise) if noise.shape[-1] else prior.likeliest()
+
+
 class CachedPredictor(Predictor):
     """The same answers from the keys and values of the finished blocks: each pass costs one block.
 
@@ -408,7 +427,7 @@ class CachedPredictor(Predictor):
 
     def start_again(self) -> None:
         """For another batch of as many rows."""
-        self.prepared, self.waiting, self.joined, self.reach, self.passes = -1, False, 0, 0, 0
+        self.prepared, self.waiting, self.joined, self.reach = -1, False, 0, 0
 
     def prepare(self, block: int) -> tuple | None:
         super().prepare(block)
@@ -419,36 +438,50 @@ class CachedPredictor(Predictor):
         self.reach = min(self.model.config.length, -(-end // REACH) * REACH) if self.recorded else end
         return self.joined, self.reach
 
-    def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None:
-        if self.prepared != block and self.waiting:  # no pass of the decoder will follow that could take it along
-            self._fill(canvas, block - 1, z)
-        super().draw(canvas, block, z, noise)
+    def read(self, canvas: Tensor, first: int, last: int, z: Tensor | None, noise: Tensor | None) -> int:
+        """In one pass, if it fits in memory, which takes along a block that waits. Rows that begin alike are read once.
+
+        A block that is given is as noisy as it is clean: the pass that keeps its keys also knows the prior of its z.
+        """
+        c, model, r = self.model.config, self.model, self.model.config.block_size
+        fit_in = max(1, largest_tensor(model.device) // (len(canvas) * r * max(3, c.mlp_ratio) * c.width))
+        if last - first > fit_in:
+            noises = (None, None) if noise is None else (noise[:, :fit_in], noise[:, fit_in:])
+            passes = self.read(canvas, first, first + fit_in, z, noises[0])
+            return passes + self.read(canvas, first + fit_in, last, z, noises[1])
+        begin, self.waiting, self.prepared = first - self.waiting, False, -1
+        positions = torch.arange(begin * r, last * r, device=canvas.device)
+        tokens, rows = canvas[:, positions], slice(None)
+        caches = used = [self.cache] if self.prior_cache is None else [self.cache, self.prior_cache]
+        if begin == 0 and not c.z_reaches_later_blocks:
+            distinct, which = tokens.unique(dim=0, return_inverse=True)
+            if 2 * len(distinct) <= len(tokens):
+                tokens, rows, used = distinct, which, [cache.empty(len(distinct), len(positions)) for cache in caches]
+        for cache in used:
+            cache.look(positions, last * r, everything=False)
+        prior: Prior = standard_normal(torch.zeros(len(tokens), last - begin, c.latent.dim, device=canvas.device))
+        if self.codes:
+            prior = model.coder.read_blocks(tokens, used[0])
+        elif model.prior_network is not None:
+            prior = model.prior_network.forward_blocks(tokens, used[1])
+        if z is not None and noise is not None:
+            z[:, first:last] = drawn(of_blocks(prior, lambda part: part[rows][:, first - begin :]), noise)
+        has_readers = last < c.blocks
+        if has_readers and not self.codes:
+            clean_z = z[:, begin:last] if z is not None and c.z_reaches_later_blocks else None
+            model.decoder.forward_blocks(tokens, clean_z, used[0], clean=last - begin)
+        if isinstance(rows, Tensor):
+            for cache, some in zip(caches, used, strict=True):
+                cache.fill(some, rows)
+        return int(has_readers or self.codes)
 
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int:
-        """The pass over a finished block waits; only if one waits already, or cannot go with another, it is made now."""
+        """The pass over a finished block waits, unless it cannot go with another."""
         c = self.model.config
-        if self.waiting:
-            self._fill(canvas, block - 1, z)
         self.waiting = block + 1 < c.blocks  # nothing reads the last block's keys
         if self.waiting and self.codes and c.latent.code_layers:  # the last layers run for the noisy block alone
-            self._fill(canvas, block, z)
-        passes, self.passes = self.passes, 0
-        return passes
-
-    def _fill(self, canvas: Tensor, block: int, z: Tensor | None) -> None:
-        """The pass over a finished block that takes no other along; a learned prior's is counted with it."""
-        super().prepare(block)
-        self.waiting = False
-        self.passes += 1
-        end, positions = (block + 1) * self.model.config.block_size, self._positions()
-        self.cache.look(positions, end, everything=True)
-        clean = self._of_block(canvas)
-        on_clean = self.model.config.latent.on_clean and not self.codes and z is not None
-        self.model.decoder.forward_blocks(clean, z[:, block : block + 1] if on_clean else None, self.cache, clean=1)  # type: ignore[index]
-        if self.prior_cache is not None and self.model.prior_network is not None:
-            self.prior_cache.look(positions, end, everything=True)
-            self.model.prior_network.forward_blocks(clean, self.prior_cache)
-        self.prepared = -1
+            return self.read(canvas, block + 1, block + 1, z, None)
+        return 0
 
     def _tokens(self, canvas: Tensor, cache: KVCache) -> Tensor:
         cache.look(self._positions(self.joined), self.reach, everything=not self.joined and not self.recorded)

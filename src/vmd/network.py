@@ -20,6 +20,7 @@ from vmd.attention import (
     Whole,
     attend,
     of_first_queries,
+    visibility,
 )
 from vmd.config import DRAFT_EMBEDDING, ModelConfig
 from vmd.latent import Gaussian, standard_normal
@@ -275,32 +276,45 @@ class Decoder(nn.Module):
         if config.blocks > 1:
             self.visible = Visibility(config.length, config.block_size, own_clean_block=False)
 
-    def forward(self, xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
+    def forward(self, xt: Tensor, x0: Tensor, z: Tensor | None, prefix: CleanPrefix | None = None) -> Tensor:
         """Logits (B, L, V) of every noisy position, from one pass over the doubled sequence [xt ; x0].
 
         Where tokens are written in turn, z (B, L) are those known by the end of the step, [MASK] elsewhere; None: as in xt.
-        With (n, B, L), for n such steps: (n, B, L, V).
+        With (n, B, L), for n such steps: (n, B, L, V). With a prefix, xt and x0 are some blocks behind it.
         """
         if self.draft is not None:
-            return self.draft_logits(self.features(xt, x0, None), xt if z is None else z, x0)
-        return self.head(self.features(xt, x0, z))
+            return self.draft_logits(self.features(xt, x0, None, prefix), xt if z is None else z, x0, prefix)
+        return self.head(self.features(xt, x0, z, prefix))
 
-    def draft_logits(self, h: Tensor, known: Tensor, x0: Tensor) -> Tensor:
+    def draft_logits(self, h: Tensor, known: Tensor, x0: Tensor, prefix: CleanPrefix | None = None) -> Tensor:
         """Of blocks of which these tokens (B, L) are known; of several such, (..., B, L), from the same h."""
         assert self.draft is not None
-        return self.head(h) + self.draft(self.draft.features(h), self.draft.windows(known, x0))
+        if prefix is None or prefix.tokens is None:
+            windows = self.draft.windows(known, x0)
+        else:
+            whole = (torch.cat([prefix.tokens, part], dim=1) for part in (known, x0))
+            windows = self.draft.windows(*whole)[:, -h.shape[1] :]
+        return self.head(h) + self.draft(self.draft.features(h), windows)
 
-    def features(self, xt: Tensor, x0: Tensor, z: Tensor | None) -> Tensor:
+    def features(self, xt: Tensor, x0: Tensor, z: Tensor | None, prefix: CleanPrefix | None = None) -> Tensor:
         """What the logits are made of, (B, L, D). With one block there is no clean prefix: the pass runs on xt alone."""
-        length, blocks = self.config.length, self.config.blocks
-        positions = torch.arange(length, device=xt.device)
         condition = None if z is None else self.condition(z)
-        if blocks == 1:
-            return self._run(xt, positions, None, condition, None)
+        if self.config.blocks == 1:
+            return self._run(xt, torch.arange(xt.shape[1], device=xt.device), None, condition, None)
         if condition is not None and self.config.latent.on_clean:
             condition = condition.repeat(1, 2, 1)
-        doubled = torch.cat([xt, x0], dim=1)
-        return self._run(doubled, positions.repeat(2), self.visible(), condition, None, keep=length)
+        doubled, positions, visible = self.doubled(xt, x0, prefix)
+        return self._run(doubled, positions, visible, condition, prefix, keep=xt.shape[1])
+
+    def doubled(self, xt: Tensor, x0: Tensor, prefix: CleanPrefix | None) -> tuple[Tensor, Tensor, Visible]:
+        """[xt ; x0], where its tokens stand, and what they see: of a prefix everything."""
+        length = xt.shape[1]
+        tokens, positions = torch.cat([xt, x0], dim=1), torch.arange(length, device=xt.device).repeat(2)
+        if prefix is None or prefix.tokens is None:
+            return tokens, positions, self.visible()
+        before = prefix.tokens.shape[1]
+        visible = visibility(length, self.config.block_size, own_clean_block=False, device=xt.device)
+        return tokens, before + positions, F.pad(visible, (0, before), value=True)
 
     def forward_blocks(self, tokens: Tensor, z: Tensor | None, cache: KVCache, *, clean: int) -> Tensor:
         """Features of some blocks (B, n r) behind the cached clean prefix, the first `clean` of them finished ones.
@@ -322,7 +336,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         visible: Visible,
         condition: Tensor | None,
-        cache: KVCache | None,
+        cache: Keys | None,
         keep: int | None = None,
     ) -> Tensor:
         if condition is None or not isinstance(self.pathway, LatentPathway):

@@ -23,7 +23,7 @@ class BlockPredictor(Protocol):
     """Answers for a batch. One that has `prepare(block)` is told of every step before it comes (`vmd.model.Predictor`)."""
 
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor: ...
-    def draw(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor) -> None: ...
+    def read(self, canvas: Tensor, first: int, last: int, z: Tensor | None, noise: Tensor | None) -> int: ...
     def commit(self, canvas: Tensor, block: int, z: Tensor | None) -> int: ...
 
 
@@ -380,7 +380,8 @@ def sample(
 
     prompt: (n, L) token ids, -1 where the model is to write. Given tokens never move, wherever they stand. Their own block
         and later ones see them; z heeds them if the encoder was trained to see the mask.
-    steps: N per block; exactly N evaluations for every block that has a gap in some row.
+    steps: N per block; exactly N evaluations for every block that has a gap in some row. Other blocks that follow each
+        other are read in one pass.
     order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy.
         With codes and argmax, confidence in a token is summed over codes (unless they enter before the output layer).
     rule: argmax (the paper's) or sample (temperature, top_p).
@@ -417,6 +418,12 @@ def sample(
     gaps = (prompt < 0).unflatten(1, (config.blocks, r)).sum(-1)  # (B, blocks)
     has_gaps = gaps.any(0).tolist()  # for all blocks at once: it waits for the device
     nfe, cache_passes, steps_taken = 0, 0, []
+    last_noise: list[Tensor] = []  # of z, of every block so far
+    read = 0  # blocks so far that were written, or read where there is nothing to write
+
+    def read_up_to(block: int) -> int:
+        noise_of_z = torch.stack(last_noise[read:block], dim=1) if last_noise[read:block] else None
+        return desk.predictor.read(desk.canvas, read, block, desk.latents, noise_of_z) if read < block else 0
 
     for block in range(config.blocks):
         # Drawn for every block, needed or not: what a row receives must not depend on the rows beside it.
@@ -430,8 +437,10 @@ def sample(
             to_come = 1 - torch.arange(1, steps + 1, device=prompt.device) / steps
             doubts = -order_noise * to_come.unsqueeze(-1) * (-noise.uniform(steps, r).log()).log()
         desk.go_to(block)
-        if not has_gaps[block] and z_noise is not None:
-            desk.predictor.draw(desk.canvas, block, desk.latents, z_noise[:, -1])
+        if z_noise is not None:
+            last_noise.append(z_noise[:, -1])
+        if has_gaps[block]:
+            cache_passes += read_up_to(block)
         counts = reveal_counts(gaps[:, block], steps)
         for step, count in enumerate(counts.cumsum(0) if revise else counts):
             if not has_gaps[block]:  # nothing to write in any row; the trace still shows the step, with nothing revealed
@@ -455,7 +464,10 @@ def sample(
                     steps_taken.append(taken)
                 if on_step is not None:
                     on_step(taken)
-        cache_passes += desk.predictor.commit(desk.canvas, block, desk.latents)
+        if has_gaps[block]:
+            cache_passes += desk.predictor.commit(desk.canvas, block, desk.latents)
+            read = block + 1
+    cache_passes += read_up_to(config.blocks)
     latents = None if desk.latents is None else desk.latents.clone()
     return Samples(desk.canvas.clone(), latents, nfe, cache_passes, steps_taken)
 
