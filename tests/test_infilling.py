@@ -148,6 +148,8 @@ def test_blocks_behind_a_cache_weigh_what_they_weigh_with_all_before_them(kind, 
         if first:
             reader.read(rows, 0, first // 2, None, None)
         cached, anew = (fit(model, rows, gap, 19, stage, steps, cache) for cache in (reader.cache, None))
+        alone = torch.cat([fit(model, row.unsqueeze(0), gap, 19, stage, steps) for row in rows[::7]])
+    torch.testing.assert_close(anew[::7], alone, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(cached, anew, atol=1e-5, rtol=1e-5)
     assert float(anew.std()) > 0.1  # it matters which
 

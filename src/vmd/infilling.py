@@ -123,7 +123,8 @@ def infill(
             particles, written_by, log_weights = pick(log_weights, chance(1), particles, written_by)
         written_by.append((chance(particles.shape[1]) * 2**52).long())
         short, rows = model.shortened(max(config.shortest, stage.last)), particles.flatten(0, 1)
-        at_once, weights = max(1, largest_tensor(model.device) // (2**13 * stage.end)), []
+        per_token = max(2**13, 4 * config.layers * config.width)  # twice its keys and values
+        at_once, weights = max(1, largest_tensor(model.device) // (per_token * stage.end)), []
         for some, by in zip(rows.split(at_once), written_by[-1].flatten().split(at_once), strict=True):
             canvas = some[:, : short.config.length]
             desk = short.desk(len(some), cache=options.get("cache", True), record=short.records(canvas, **options))

@@ -50,7 +50,7 @@ class Samples(NamedTuple):
     tokens: Tensor  # (n, L)
     z: Tensor | None  # (n, blocks, dim): the latent in force when each block was finished
     nfe: int  # denoising evaluations per row
-    cache_passes: int  # further passes that only filled the cache
+    cache_passes: int  # further passes, over blocks that were given or finished, to fill the cache
     trace: list[Step]
 
     def first(self, rows: int) -> "Samples":
