@@ -223,9 +223,9 @@ class KVCache:
 
     def fill(self, other: "KVCache", rows: Tensor) -> None:
         """What another one holds, whose row rows[i] (B,) is the beginning of row i."""
-        length = other.keys.shape[3]
-        self.keys[:, :, :, :length] = other.keys.index_select(1, rows)
-        self.values[:, :, :, :length] = other.values.index_select(1, rows)
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for layer in range(len(mine)):  # one at a time takes less memory
+                mine[layer, :, :, : theirs.shape[3]] = theirs[layer, rows]
 
     def prefix(self, rows: Tensor, tokens: Tensor) -> CleanPrefix:
         """Of some rows (n,), as far as these clean tokens (n, length) go."""
