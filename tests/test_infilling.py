@@ -186,6 +186,7 @@ def test_text_is_read_once_for_all_candidates_that_share_it(monkeypatch):
     assert sum(made[2:]) <= 3 * 2 * (14 + 2)  # of three candidates all from there on, and the block again, both doubled
 
 
+@torch.no_grad()
 def test_of_tokens_written_in_turn_the_weight_is_of_the_whole_chain():
     """No latent, several steps: log p of each token given those before it, less what the gap was drawn with."""
     model, text = model_of("none", 6), torch.tensor([0, 2, 1, 0, 2, 1])

@@ -553,6 +553,7 @@ def test_differences_are_computed_once_and_outlive_their_files(whole, copied, mo
 
 def test_no_difference_is_from_a_reference_that_was_trained_anew(whole, copied):
     nats_file(copied, "AR").unlink()
+    shutil.rmtree(folder_of(copied, BY_NAME[REFERENCE]))
     run_table(whole.source, copied, "--resume", *settings("training.steps=3"), only=(REFERENCE,))
     results = read(copied)
     bits = {(r["system"], r["setting"]["steps"]): r["value"] for r in results["rows"] if r["metric"] == "bits"}
