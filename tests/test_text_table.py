@@ -1068,6 +1068,7 @@ CHANGES = {
     "by counts": {"objective.together": 0},
     "half whole": {"objective.whole": 0.5},
     "for one step": {"objective.masking": "steps"},  # of one step is the default
+    "four draws": {"objective.samples": 4},
     "a chain": {"model.latent.kind": "chain"},
     "a chain of two": {"model.latent.kind": "chain"},
     "KL weight r/128": {"objective.kl_weight": 4 / 128},

@@ -392,7 +392,8 @@ def draw_scan(results: dict, path: Path) -> Path:
     heads = [name for name in groups if not any(name.startswith(f"{other}, ") for other in groups)]
     for name in heads[1:]:
         right.axhline(0.5 - groups.index(name), color=INK, linewidth=0.6)
-    shown = [name if name in heads else "   " + name.split(", ", 2)[-1] for name in groups]
+    heads_of = {name: next(head for head in heads if name == head or name.startswith(f"{head}, ")) for name in groups}
+    shown = [name if name == head else "   " + name.removeprefix(f"{head}, ") for name, head in heads_of.items()]
     right.set_yticks([-line for line in range(len(groups))], shown, fontsize=8)
     right.set_xlabel("certified bits per character")
     for axis in (left, right):

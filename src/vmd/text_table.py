@@ -110,6 +110,7 @@ def variant(system: System, name: str, *settings: str, **more: Any) -> System:
 
 BLIND, CODES_64 = System("no latent, r = 4", "text-mdm", 4), coded(64, 4)
 GAUSSIAN_Z = System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z)
+GAUSSIAN_PRIOR = System("Gaussian, learned prior, r = 4", "text-gaussian", 4, LEARNED_Z)
 DRAFT = System("draft, r = 4", "text-draft", 4)
 CODES_ADDED = replace(CODES_64, name="64 codes added, r = 4", added_to=BLIND.name)
 HALF_WHOLE = (*BY_COUNTS, "objective.whole=0.5")
@@ -144,6 +145,9 @@ SCAN = (
     ),
     GAUSSIAN_Z,
     variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
+    GAUSSIAN_PRIOR,
+    variant(GAUSSIAN_PRIOR, "for one step", *ONE_STEP),
+    variant(GAUSSIAN_PRIOR, "for one step, four draws", *ONE_STEP, "objective.samples=4", slow=True),
     DRAFT,
     variant(DRAFT, "0.9 together", "objective.together=0.9"),
     variant(DRAFT, "by counts", *BY_COUNTS),
