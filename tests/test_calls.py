@@ -11,7 +11,7 @@ from helpers import codes, tiny_model
 from vmd import DataConfig, InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
 
 MODEL = tiny_model(4, 2, 5, z=codes())
-GAPS = torch.full((1, 4), -1)
+GAPS, TEXT = torch.full((1, 4), -1), torch.tensor([1, -1, 2, 3])
 LAW, RUN = vmd.law("d1"), vmd.preset("array")
 
 WRONG = [
@@ -42,7 +42,12 @@ WRONG = [
     (lambda: vmd.VMD.from_pretrained(None), "None: expected a model folder"),
     (lambda: vmd.VMD(RUN), "VMD(RunConfig): expected a ModelConfig"),
     (lambda: vmd.sample(MODEL, "abcd"), "a prompt of type str: expected a tensor"),
-    (lambda: vmd.infill(MODEL, torch.tensor([1, -1, 2, 3]), steps="2"), "steps='2': expected"),
+    (lambda: vmd.infill(MODEL, TEXT, steps="2"), "steps='2': expected"),
+    (lambda: vmd.infill(MODEL, TEXT, "2"), "n='2': expected a whole number"),
+    (lambda: vmd.infill(MODEL, TEXT, True), "n=True: expected a whole number"),
+    (lambda: vmd.infill(MODEL, TEXT, tries=1.5), "tries=1.5: expected a whole number"),
+    (lambda: vmd.infill(MODEL, TEXT, seeds=3), "seeds=3: expected whole numbers"),
+    (lambda: vmd.infill(MODEL, TEXT, generator=3), "generator=3: expected a torch.Generator"),
     (lambda: vmd.preset(3), "unknown preset 3"),
     (lambda: vmd.preset([]), "unknown preset []"),
     (lambda: vmd.law(3), "unknown data 3"),
@@ -86,5 +91,24 @@ def test_numbers_of_other_libraries_are_numbers():
         MODEL.sample(2, steps=2, seeds=range(1, 3)),
     ]
     assert all(torch.equal(some.tokens, drawn[0].tokens) for some in drawn)
-    assert ModelConfig(width=np.int64(64)).width == 64
+    filled = [vmd.infill(MODEL, TEXT, n, seeds=seeds).tokens for n, seeds in ((2, [1, 2]), (np.int64(2), np.array([1, 2])))]
+    assert torch.equal(*filled)
     assert ObjectiveConfig(kl_weight=1).kl_weight == 1
+
+
+def test_what_is_given_otherwise_becomes_what_is_declared(tmp_path):
+    """So that it compares, and can be written."""
+    given = ModelConfig(width=np.int64(64), rotary=np.True_, symbols=["a", "b"], vocab_size=torch.tensor(2), length=4)
+    assert given == ModelConfig(width=64, rotary=True, symbols=("a", "b"), vocab_size=2, length=4)
+    assert all(type(value) in (int, bool, str, tuple, LatentConfig) for value in vars(given).values())
+    assert vmd.VMD.from_pretrained(vmd.VMD(given).save_pretrained(tmp_path)).config.width == 64
+    assert ObjectiveConfig(steps=[1, 2], kl_weight=np.float32(0.5)) == ObjectiveConfig(steps=(1, 2), kl_weight=0.5)
+    assert DataConfig(name=tmp_path).name == str(tmp_path)
+
+
+def test_a_tokenizer_of_another_library_is_left_alone(tmp_path):
+    foreign = tmp_path / "tokenizer.json"
+    foreign.write_text('{"version": "1.0", "model": {"type": "BPE"}}')
+    MODEL.save_pretrained(tmp_path)
+    assert foreign.is_file()
+    assert vmd.VMD.from_pretrained(tmp_path).tokenizer is None

@@ -23,6 +23,7 @@ from helpers import (
     tiny_model,
 )
 from vmd import training
+from vmd.attention import attention_by
 from vmd.codes import order_targets
 from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import deterministic
@@ -619,5 +620,40 @@ def test_targets_come_first_at_their_own_place():
     assert order_targets(target, 1)[0].tolist() == [[1, 2, 3, 6, 7, 11, 0, 4, 5, 8, 9, 10]]
 
 
-def test_the_kernel_is_for_bf16_on_a_gpu_that_asks_for_it():
-    assert not tiny_model(4, 2, V, codes()).coder.kernel_scores()
+@pytest.mark.parametrize(
+    ("why_not", "z_config", "vocab", "way"),
+    [
+        ("", codes(by_place=True), V, "fused"),
+        ("", codes(), 64, "fused"),
+        ("not asked for", codes(), V, "dense"),
+        ("a code layer", codes(layers=1), V, "fused"),
+        ("additive", codes(head="additive"), V, "fused"),
+        ("a rank it does not know", codes(head_dim=24), V, "fused"),
+        ("too many symbols", codes(), 65, "fused"),
+        ("no room", codes(), V, "fused"),
+        ("not bf16", codes(), V, "fused"),
+    ],
+)
+def test_what_the_kernel_is_for(why_not, z_config, vocab, way, monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: why_not != "not bf16")
+    monkeypatch.setattr("vmd.attention.kernels_known_here", lambda: why_not != "no room")
+    model = tiny_model(4, 2, vocab, z_config)
+    with attention_by(model, way):
+        assert model.coder.kernel_scores() == (not why_not)
+    assert not model.coder.kernel_scores()
+
+
+@pytest.mark.parametrize("rows", [3, 1024])
+def test_codes_are_scored_in_parts_by_the_kernel_too(rows, monkeypatch):
+    """A code has a number for every token, 4 in a row, and an output layer for both places of a block, 2 x 16 x 16."""
+    model = tiny_model(4, 2, V, codes(12, by_place=True))
+    xt, x0, target = step_inputs(4, 2, rows)
+    parts = []
+    monkeypatch.setattr(model.coder, "kernel_scores", lambda: True)
+    monkeypatch.setattr("vmd.codes.largest_tensor", lambda device: 5 * max(512, 4 * rows))
+    monkeypatch.setattr(
+        model.coder, "_score_by_kernel", lambda f, some, x0, t: parts.append(len(some)) or torch.zeros(*x0.shape, len(some))
+    )
+    with torch.enable_grad():
+        model.coder.code_scores(xt, x0, target)
+    assert parts == [5, 5, 2]

@@ -228,8 +228,7 @@ def test_what_the_user_had_frozen_is_so_afterwards(trained, monkeypatch, freeze,
 def test_what_cannot_be_frozen_or_begun_is_refused(trained):
     with pytest.raises(InvalidInput, match="expected a model with a latent or a draft head"):
         train(VMD(ADDED["other blocks"]), data(), run_for("other blocks", trained, freeze=True))
-    with pytest.raises(InvalidInput, match=r"training\.init=.*: expected text"):
-        TrainingConfig(init=trained)
+    assert TrainingConfig(init=trained).init == str(trained)  # a path is as good
     law = deterministic()
     shape = tiny_config(law.length, law.length, law.vocab_size, codes())
     for how, says in (({"init": str(trained)}, "expected none in an ensemble"), ({"freeze": True}, "expected one model")):

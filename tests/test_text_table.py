@@ -18,14 +18,15 @@ import torch
 from command import refused, settings, succeeds, vmd
 from helpers import close
 from vmd import figures, text_table
-from vmd.config import RunConfig, flatten, from_dict, to_dict
+from vmd.config import DataConfig, InvalidInput, RunConfig, flatten, from_dict, to_dict
 from vmd.data import TextData
 from vmd.figures import draw_figures, scan_curves, scan_groups
+from vmd.files import write_atomically
 from vmd.likelihood import in_bits, nll_bound
 from vmd.model import VMD
 from vmd.paired import NATS_FILE, write_nats
 from vmd.report import section
-from vmd.systems import is_of, read_done
+from vmd.systems import goes_on, is_of, read_done
 from vmd.tables import model_size, render, text_bits_table, text_samples_table, text_summary, text_tables
 from vmd.text_quality import Quality, judged_bits, random_letters, text_quality
 from vmd.text_table import (
@@ -774,6 +775,14 @@ def test_longer_training_runs_a_system_anew_and_says_which_settings_it_had(whole
     assert after["systems"]["AR"]["characters"] == 3 * 4 * LENGTH
     kept = [name for name in NAMES if name != "AR"]
     assert rows_of(after, *kept) == rows_of(before, *kept)
+
+
+def test_a_text_may_lie_elsewhere_when_a_system_goes_on(tmp_path):
+    run = RunConfig(data=DataConfig(name="elsewhere/x.txt"))
+    write_atomically(tmp_path / "run.json", json.dumps(to_dict(run)))
+    assert goes_on(tmp_path, RunConfig(data=DataConfig(name="x.txt")), True)
+    with pytest.raises(InvalidInput, match=r"cannot resume with data.name='y.txt': the run has 'x.txt'"):
+        goes_on(tmp_path, RunConfig(data=DataConfig(name="y.txt")), True)
 
 
 def test_one_system_needs_only_its_own_settings_to_fit_and_keeps_them(whole, tmp_path, monkeypatch):

@@ -47,6 +47,8 @@ class Fused(NamedTuple):
 class Whole(NamedTuple):
     """Everything sees everything, by a kernel."""
 
+    roomy: bool  # the GPU has room for the kernels that score codes, which need more
+
 
 class Everything(nn.Module):
     """What sees what in a pass over one block: everything, and by a kernel if it is short."""
@@ -60,7 +62,14 @@ class Everything(nn.Module):
         return self.other if self.other is not None and whole_fits(length, self.head_dim) else None
 
     def use(self, way: str) -> None:
-        self.other = Whole() if way == "fused" else None
+        self.other = Whole(kernels_known_here()) if way == "fused" else None
+
+
+def kernels_known_here() -> bool:
+    """The kernels' tiles need the shared memory of a Hopper GPU; on those with less they must be asked for."""
+    if not torch.cuda.is_available():
+        return True
+    return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 0) >= 200_000
 
 
 def whole_fits(length: int, head_dim: int) -> bool:

@@ -131,7 +131,7 @@ def score_codes(features: Tensor, base: Tensor, rows: Tensor, bias: Tensor, x0: 
 
     features (T, R), base (T, V), rows (places, K, V, R), bias (places, K, V); V and R are powers of two.
     """
-    features, base, rows, bias = (part.contiguous() for part in (features, base, rows, bias))
+    features, base, rows, bias, x0 = (part.contiguous() for part in (features, base, rows, bias, x0))
     places, codes, vocab, rank = rows.shape
     order, counts = order_targets(target, places)
     out = torch.zeros(len(features), codes, dtype=torch.float32, device=features.device)
@@ -150,7 +150,7 @@ def _(features, base, rows, bias, x0, target):
 def score_codes_backward(
     features: Tensor, base: Tensor, rows: Tensor, bias: Tensor, x0: Tensor, target: Tensor, dout: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    features, base, rows, bias = (part.contiguous() for part in (features, base, rows, bias))
+    features, base, rows, bias, x0 = (part.contiguous() for part in (features, base, rows, bias, x0))
     places, codes, vocab, rank = rows.shape
     order, counts = order_targets(target, places)
     dfeatures, dbase = torch.zeros_like(features), torch.zeros_like(base)

@@ -209,8 +209,8 @@ class CodeDecoder(Decoder):
         c = self.config
         codes = torch.arange(c.latent.codes, device=x0.device)
         per_code = max(self._per_code(x0.numel()), x0.numel() * 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
-        if self.kernel_scores():
-            per_code = x0.numel()  # no logits
+        if self.kernel_scores():  # no logits
+            per_code = max(x0.numel(), self.pathway.places * padded(c.vocab_size) * (c.latent.head_dim or c.width))
         budget = largest_tensor(x0.device)
         if x0.device.type == "cpu" and not torch.is_grad_enabled():
             budget //= 2**5  # small parts are faster there; with gradients parts would be made twice
@@ -252,7 +252,8 @@ class CodeDecoder(Decoder):
     def kernel_scores(self) -> bool:
         """Whether kernels are asked for, in bf16, and have one for codes like these."""
         c, rank = self.config, self.config.latent.head_dim or self.config.width
-        asked = self.trunk.everything.other is not None and torch.is_autocast_enabled("cuda")
+        kernels = self.trunk.everything.other
+        asked = kernels is not None and kernels.roomy and torch.is_autocast_enabled("cuda")
         in_the_head = c.latent.head == "bilinear" and not c.latent.code_layers
         return asked and in_the_head and rank in KERNEL_RANKS and c.vocab_size <= KERNEL_VOCAB
 
@@ -261,7 +262,7 @@ class CodeDecoder(Decoder):
         from vmd.code_kernels import score_codes  # needs Triton, which needs a GPU
 
         pathway, h, vocab = self.pathway, self.trunk.norm(features.h), self.config.vocab_size
-        more = max(16, 1 << (vocab - 1).bit_length()) - vocab  # symbols that are never written: tiles are powers of two
+        more = padded(vocab) - vocab  # symbols that are never written
         out = F.pad(pathway.out.weight, (0, 0, 0, more))
         scale, shift = (x.transpose(0, 1) for x in pathway.scale_and_shift(some))  # (r or 1, n, R)
         rows, bias = (scale.unsqueeze(2) * out).bfloat16(), F.linear(shift, out)  # (r or 1, n, V, R), (r or 1, n, V)
@@ -315,6 +316,11 @@ def additive_log_p(logits: Tensor, tables: Tensor, x0: Tensor) -> Tensor:
     own = log_p.gather(-1, x0.unsqueeze(-1))  # (B, L, 1)
     shifted = (tables - top).permute(1, 2, 0)[place, x0]  # (B, L, n)
     return own + shifted - normaliser.log()
+
+
+def padded(vocab: int) -> int:
+    """Tiles of a kernel are powers of two."""
+    return max(16, 1 << (vocab - 1).bit_length())
 
 
 def order_targets(target: Tensor, places: int) -> tuple[Tensor, Tensor]:

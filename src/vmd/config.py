@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 
@@ -30,7 +31,10 @@ def is_number(value: Any) -> bool:
 
 
 def require_types(section: str, config: Any) -> None:
-    """Every field is of the type that it is declared with: Python would find out only where it is used."""
+    """Every field is of the type that it is declared with: Python would find out only where it is used.
+
+    Lists, paths, and numbers of numpy and torch become what is declared, so that they can be compared and written.
+    """
     names = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
     for name, hint in get_type_hints(type(config)).items():
         value, where = getattr(config, name), f"{section}.{name}" if section else name
@@ -39,6 +43,13 @@ def require_types(section: str, config: Any) -> None:
             continue
         several = get_origin(hint) is tuple
         kind = get_args(hint)[0] if several else hint
+        if several and isinstance(value, list):
+            value = tuple(value)
+        elif kind is str and isinstance(value, Path):
+            value = str(value)
+        elif getattr(value, "shape", None) == ():
+            value = value.item()
+        object.__setattr__(config, name, value)
         fits = {int: is_whole, float: is_number}.get(kind, lambda some, kind=kind: isinstance(some, kind))
         good = isinstance(value, tuple) and all(map(fits, value)) if several else fits(value)
         if not good:  # the value may be long to write

@@ -31,7 +31,7 @@ class Diagnostics(NamedTuple):
 
     @property
     def limited(self) -> bool:
-        """Whether more rows would tell of more: a nat below the limit an estimate lacks less than 0.2."""
+        """Whether more rows would tell of more: a nat below the limit an estimate lacks less than 0.3."""
         return self.limit == 0 or self.limit - 1 < self.information < self.kl
 
 

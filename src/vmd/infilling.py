@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from vmd.attention import CleanPrefix, KVCache
-from vmd.config import ModelConfig, require
+from vmd.config import ModelConfig, is_whole, require
 from vmd.evaluation import rows_per_score
 from vmd.masking import Masks
 from vmd.network import largest_tensor
 from vmd.objective import code_terms, targets_nll
-from vmd.sampling import Samples, Step, check_prompt, hashed_uniforms
+from vmd.sampling import Samples, Step, check_prompt, check_seeds, hashed_uniforms
 
 if TYPE_CHECKING:
     from vmd.model import VMD
@@ -84,20 +84,22 @@ def infill(
     whole = prompt.dtype not in (torch.bool, torch.uint8) and not prompt.is_floating_point() and not prompt.is_complex()
     require(whole, f"a prompt of {prompt.dtype}: expected integers, -1 for a gap")
     require(len(prompt) <= config.length, f"a text of {len(prompt)} tokens: expected at most {config.length}")
-    require(isinstance(n, int) and n >= 1, f"n={n}: expected at least 1 sample")
+    require(is_whole(n) and n >= 1, f"n={n!r}: expected a whole number of samples, at least 1")
     most = usual_tries(config)
     tries = most if tries is None else tries
-    require(isinstance(tries, int) and tries >= 1, f"tries={tries}: expected at least 1")
+    require(is_whole(tries) and tries >= 1, f"tries={tries!r}: expected a whole number, at least 1")
     why = "a model of one block sees all of the text, and a Gaussian latent has no likelihood to weigh by"
     require(tries == 1 or most > 1, f"tries={tries}: expected 1: {why}")
     require(generator is None or seeds is None, "generator and seeds: expected one of the two")
     for name in ("batch_size", "desk", "prompt"):
         require(name not in options, f"{name}: expected no such option of an infill")
+    known = generator is None or isinstance(generator, torch.Generator)
+    require(known, f"generator={generator!r}: expected a torch.Generator")
     if seeds is None:
         device = "cpu" if generator is None else generator.device
         seeds = torch.randint(2**62, (n,), generator=generator, device=device).tolist()
-    require(len(seeds) == n, f"{len(seeds)} seeds: expected one for each of {n} rows")
-    require(all(isinstance(s, int) and 0 <= s < 2**63 for s in seeds), "seeds: expected whole numbers from 0 to 2^63")
+    check_seeds(seeds, n)
+    seeds = [int(seed) for seed in seeds]
 
     wanted, r = len(prompt), config.block_size
     text = torch.full((max(config.shortest, -(-wanted // r) * r),), -1)

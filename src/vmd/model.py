@@ -13,7 +13,7 @@ from vmd.attention import CleanPrefix, KVCache
 from vmd.codes import CodeDecoder, CodeFeatures
 from vmd.config import InvalidInput, ModelConfig, from_dict, is_whole, require, to_dict
 from vmd.data import Dataset
-from vmd.data.tokenizers import Tokenizer, model_tokenizer
+from vmd.data.tokenizers import Tokenizer, is_ours, model_tokenizer
 from vmd.files import (
     TOKENIZER_FILE,
     make_folder,
@@ -175,7 +175,7 @@ class VMD(nn.Module):
     def records(self, prompt: Tensor, *, steps: int = 1, cache: bool = True, **options) -> bool:
         """Whether it pays to record the steps that fill such a prompt."""
         written = int((prompt < 0).any(0).view(self.config.blocks, -1).any(1).sum())
-        return cache and self.device.type == "cuda" and written * steps >= RECORDED
+        return cache and self.device.type == "cuda" and is_whole(steps) and written * steps >= RECORDED
 
     def sample(
         self,
@@ -254,7 +254,7 @@ class VMD(nn.Module):
         write_tensors(folder / WEIGHTS_FILE, self.state_dict() if weights is None else weights)
         if self.tokenizer is not None:
             write_atomically(folder / TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()))
-        elif (folder / TOKENIZER_FILE).is_file():  # of a model that was here before
+        elif is_ours(folder / TOKENIZER_FILE):  # of a model that was here before
             remove_together([folder / TOKENIZER_FILE], folder)
         write_atomically(folder / CONFIG_FILE, json.dumps({"format": "vmd", "model": to_dict(self.config)}, indent=2))
         return folder
@@ -439,16 +439,22 @@ class CachedPredictor(Predictor):
         return self.joined, self.reach
 
     def read(self, canvas: Tensor, first: int, last: int, z: Tensor | None, noise: Tensor | None) -> int:
-        """In one pass, if it fits in memory, which takes along a block that waits. Rows that begin alike are read once.
+        """In one pass, if it fits in memory, which takes along a block that waits."""
+        c, passes = self.model.config, 0
+        fit_in = max(1, largest_tensor(self.model.device) // (len(canvas) * c.block_size * max(3, c.mlp_ratio) * c.width))
+        for start in range(first, last, fit_in):
+            end = min(start + fit_in, last)
+            passes += self._read_some(
+                canvas, start, end, z, None if noise is None else noise[:, start - first : end - first]
+            )
+        return passes
+
+    def _read_some(self, canvas: Tensor, first: int, last: int, z: Tensor | None, noise: Tensor | None) -> int:
+        """Rows that begin alike are read once.
 
         A block that is given is as noisy as it is clean: the pass that keeps its keys also knows the prior of its z.
         """
         c, model, r = self.model.config, self.model, self.model.config.block_size
-        fit_in = max(1, largest_tensor(model.device) // (len(canvas) * r * max(3, c.mlp_ratio) * c.width))
-        if last - first > fit_in:
-            noises = (None, None) if noise is None else (noise[:, :fit_in], noise[:, fit_in:])
-            passes = self.read(canvas, first, first + fit_in, z, noises[0])
-            return passes + self.read(canvas, first + fit_in, last, z, noises[1])
         begin, self.waiting, self.prepared = first - self.waiting, False, -1
         positions = torch.arange(begin * r, last * r, device=canvas.device)
         tokens, rows = canvas[:, positions], slice(None)
@@ -480,7 +486,7 @@ class CachedPredictor(Predictor):
         c = self.model.config
         self.waiting = block + 1 < c.blocks  # nothing reads the last block's keys
         if self.waiting and self.codes and c.latent.code_layers:  # the last layers run for the noisy block alone
-            return self.read(canvas, block + 1, block + 1, z, None)
+            return self._read_some(canvas, block + 1, block + 1, z, None)
         return 0
 
     def _tokens(self, canvas: Tensor, cache: KVCache) -> Tensor:

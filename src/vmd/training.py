@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from vmd.attention import attention_by, whole_fits
+from vmd.attention import attention_by, kernels_known_here, whole_fits
 from vmd.checkpoints import checkpoint_files, learning, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require, to_dict
 from vmd.data import Dataset, Puzzles, TextData
@@ -266,13 +266,6 @@ def fast_settings(run: RunConfig, device: str) -> dict[str, Any]:
         "precision": "bf16" if model.width >= 128 else "tf32",
         "attention": "fused" if fused else "dense",
     }
-
-
-def kernels_known_here() -> bool:
-    """The kernels' tiles need the shared memory of a Hopper GPU; on those with less they must be asked for."""
-    if not torch.cuda.is_available():
-        return True
-    return getattr(torch.cuda.get_device_properties(), "shared_memory_per_block_optin", 0) >= 200_000
 
 
 def uncompiled(way: str) -> str:

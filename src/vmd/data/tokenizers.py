@@ -194,10 +194,16 @@ def tokenizer_from_dict(values: Any, where: str = "tokenizer") -> Tokenizer:
     return ByteTokenizer() if kind == "byte" else Text8Tokenizer()
 
 
+def is_ours(path: Path) -> bool:
+    """Whether a tokenizer.json describes a tokenizer as we do: files of other libraries have that name, too."""
+    described = read_json(path) if path.is_file() else None
+    return isinstance(described, dict) and "kind" in described
+
+
 def model_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer that a model of text was saved with, None for others."""
     path = folder / TOKENIZER_FILE
-    return tokenizer_from_dict(read_json(path), str(path)) if path.is_file() else None
+    return tokenizer_from_dict(read_json(path), str(path)) if is_ours(path) else None
 
 
 def code_points(text: str) -> np.ndarray:
