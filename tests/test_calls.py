@@ -43,6 +43,9 @@ WRONG = [
     (lambda: vmd.VMD(RUN), "VMD(RunConfig): expected a ModelConfig"),
     (lambda: vmd.sample(MODEL, "abcd"), "a prompt of type str: expected a tensor"),
     (lambda: vmd.infill(MODEL, TEXT, steps="2"), "steps='2': expected"),
+    (lambda: vmd.infill(MODEL, "a _ b"), "a prompt 'a _ b': expected tokens: this is no model of text"),
+    (lambda: vmd.infill(MODEL, GAPS), "a prompt of shape (1, 4): expected a tensor of shape (length,)"),
+    (lambda: vmd.infill(MODEL, [1, -1]), "a prompt of type list: expected a tensor of shape (length,)"),
     (lambda: vmd.infill(MODEL, TEXT, "2"), "n='2': expected a whole number"),
     (lambda: vmd.infill(MODEL, TEXT, True), "n=True: expected a whole number"),
     (lambda: vmd.infill(MODEL, TEXT, tries=1.5), "tries=1.5: expected a whole number"),
@@ -112,3 +115,15 @@ def test_a_tokenizer_of_another_library_is_left_alone(tmp_path):
     MODEL.save_pretrained(tmp_path)
     assert foreign.is_file()
     assert vmd.VMD.from_pretrained(tmp_path).tokenizer is None
+
+
+def test_public_names_are_found_by_tab():
+    assert {"VMD", "infill", "preset", "train"} <= set(dir(vmd))
+
+
+@pytest.mark.parametrize("batch_size", [8192, 2])
+def test_one_is_told_how_far_a_sample_is(batch_size):
+    told = []
+    MODEL.sample(4, batch_size=batch_size, on_progress=lambda done, total: told.append((done, total)))
+    total = 2 * -(-4 // batch_size)  # two blocks in every batch
+    assert told == [(done, total) for done in range(1, total + 1)]

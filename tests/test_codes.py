@@ -657,3 +657,14 @@ def test_codes_are_scored_in_parts_by_the_kernel_too(rows, monkeypatch):
     with torch.enable_grad():
         model.coder.code_scores(xt, x0, target)
     assert parts == [5, 5, 2]
+
+
+@pytest.mark.parametrize("by_place", [True, False])
+@torch.no_grad()
+def test_few_tokens_have_the_logits_of_many(by_place):
+    """Of few, features are moved; of many, output rows."""
+    model = strong_model(4, 2, V, codes(by_place=by_place))
+    h, every = torch.randn(64, 4, 1, model.config.width), torch.arange(4)
+    many = model.coder._logits_of_codes(h, every)
+    few = torch.cat([model.coder._logits_of_codes(row[None, :2], every) for row in h])
+    assert torch.allclose(few, many[:, :2], atol=1e-5)

@@ -278,6 +278,19 @@ def test_text_goes_on_in_the_tokens_and_sizes_of_the_model_it_starts_from(langua
     assert len(line) == 16
 
 
+@pytest.mark.parametrize(("chosen", "codes_then"), [((), 6), (("model.latent.codes=4",), 4)])
+def test_codes_that_were_trained_are_kept_unless_others_are_asked_for(language, tmp_path, chosen, codes_then):
+    succeeds(*start(tmp_path, "--init", language, *settings("model.latent.codes=6")))
+    done = succeeds(*start(tmp_path, "--init", tmp_path / "second", *settings(*chosen), out="third"))
+    assert json.loads((tmp_path / "third/run.json").read_text())["model"]["latent"]["codes"] == codes_then
+    assert ("new: " in done.err) is bool(chosen)
+
+
+def test_what_was_not_trained_is_not_frozen(language, tmp_path):
+    told = refused(*start(tmp_path, *settings("training.freeze=true")), folder=tmp_path / "second")
+    assert told.startswith("vmd: training.freeze=true: expected with --init")
+
+
 @pytest.mark.parametrize("freeze", ["true", "false"])
 def test_a_run_needs_its_beginning_no_longer(language, tmp_path, freeze, monkeypatch):
     """Neither to be scored nor to go on, whatever has become of it."""

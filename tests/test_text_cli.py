@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 import sys
 import zipfile
 from dataclasses import replace
@@ -19,9 +20,11 @@ from vmd.config import InvalidInput, ModelConfig, override_all
 from vmd.data import load_data
 from vmd.data import text as text_module
 from vmd.data.tokenizers import TEXT8_ALPHABET, ByteTokenizer, CharTokenizer, model_tokenizer
+from vmd.infilling import infill
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
 from vmd.presets import preset
+from vmd.terminal import parts_that_fit
 from vmd.training import train as fit
 
 SMALL = settings(
@@ -419,3 +422,20 @@ def test_a_text8_that_cannot_be_fetched_is_one_line(source, tmp_path, monkeypatc
     for split in ((), ("--split", "test")):
         told = refused("evaluate", tmp_path / "run", "--data", "text8", *split, folder=tmp_path)
         assert "cannot download http" in told
+
+
+def test_a_step_that_does_not_fit_is_said_with_what_would(monkeypatch):
+    """A step of preset `text` keeps some 43 GB."""
+    run = preset("text")
+    run = replace(run, model=run.model.resolved(256, 27))
+    for gigabytes, parts in ((1, 128), (23, 4), (200, 1)):
+        pages = {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": gigabytes * 10**6}
+        monkeypatch.setattr("os.sysconf", pages.__getitem__)
+        assert parts_that_fit(run) == parts
+
+
+def test_a_text_with_gaps_is_filled_in_python():
+    model = VMD.from_pretrained("text").shortened(32)
+    drawn = infill(model, "the ____ of science", 2, seeds=[1, 2], tries=4).tokens
+    for row in drawn:
+        assert re.fullmatch("the [a-z ]{4} of science", model.tokenizer.decode(row))

@@ -974,7 +974,7 @@ def test_a_quick_run_brings_a_text_that_is_made_once(source, tmp_path, monkeypat
     assert "model.layers=0" in refused(*bad, folder=tmp_path)
     monkeypatch.setattr(text_table, "QUICK", TINY)
     monkeypatch.setattr(figures, "draw_figures", lambda folder: [])
-    succeeds(*bad[:-2], "--only", "AR")
+    assert "text: Python's own documentation" in succeeds(*bad[:-2], "--only", "AR").err
     assert read(tmp_path / "out")["data"] == "quick.txt"
 
 

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from vmd.training import train
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str):
     """Names are imported when first used, so that `vmd --help` need not wait for torch."""
     if name in _HOMES:

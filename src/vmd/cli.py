@@ -13,7 +13,17 @@ from typing import Annotated, Any
 
 import typer
 
-from vmd.config import InvalidInput, RunConfig, flatten, override_all, require, require_choice, to_dict
+from vmd.config import (
+    InvalidInput,
+    LatentConfig,
+    RunConfig,
+    flatten,
+    from_dict,
+    override_all,
+    require,
+    require_choice,
+    to_dict,
+)
 from vmd.files import TOKENIZER_FILE
 from vmd.terminal import (
     Watch,
@@ -25,6 +35,7 @@ from vmd.terminal import (
     lost_others,
     parse_counts,
     parse_seeds,
+    parts_that_fit,
     pick_device,
     prompt_row,
     saved,
@@ -227,6 +238,8 @@ def train(
     require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
     require(init != "", "--init '': expected a model folder, or the name of a model that comes with vmd")
     run = sized_as_it_began(run, folder, resume, chosen)
+    begins = bool(run.training.init) or not run.training.freeze
+    require(begins, "training.freeze=true: expected with --init: what is frozen must have been trained")
     train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
 
 
@@ -249,6 +262,9 @@ def sized_as_it_began(run: RunConfig, folder: Path, resume: bool, chosen: set[st
         field for field in (*SAME_NETWORK, "length", "block_size") if field in sizes and f"model.{field}" not in chosen
     ]
     model = replace(run.model, **{field: sizes[field] for field in fields})
+    latent = sizes.get("latent", {})
+    if latent.get("kind") == model.latent.kind and not any(field.startswith("model.latent") for field in chosen):
+        model = replace(model, latent=from_dict(LatentConfig, latent, "model.latent"))
     return replace(run, model=model, training=replace(run.training, init=init))
 
 
@@ -318,6 +334,8 @@ def train_run(
     check_precision(run.training, device)
     check_attention(run.training, run.model)
     run.objective.check(run.model)
+    if device == "cpu" and (parts := parts_that_fit(run)) > run.training.accumulate:
+        say(f"note: such a step may not fit in this machine's memory: --set training.accumulate={parts} makes it in parts")
     model = VMD(run.model, seed=run.training.seed).to(device)
     if run.training.init and not resume:
         start_from(model, run.training.init)  # which fails, if it does, before anything is written
@@ -464,9 +482,12 @@ def sample(
         "trace": trace,
         "on_step": watching,
     }
+    bar: Any = nullcontext(lambda done, total: None) if watch else percent_bar(f"vmd sample {model}")
     if infill is None:
         size = 8_192 if watch or trace else rows_per_pass(loaded)  # of every batch all steps would be shown
-        drawn = loaded.sample(prompt=torch.tensor([row]).repeat(max(1, len(mine)), 1), batch_size=size, **options)
+        rows = torch.tensor([row]).repeat(max(1, len(mine)), 1)
+        with bar as show_progress:
+            drawn = loaded.sample(prompt=rows, batch_size=size, on_progress=show_progress, **options)
     else:
         weighed = []  # candidates, if there were any to weigh
 
@@ -474,8 +495,7 @@ def sample(
             weighed.append(total)
             show_progress(done, total)
 
-        bar = percent_bar(f"vmd sample {model}")  # not where the text is watched
-        with nullcontext(lambda done, total: None) if watch else bar as show_progress:
+        with bar as show_progress:
             drawn = fill_gaps(loaded, torch.tensor(row), max(1, len(mine)), tries=tries, on_progress=tell, **options)
     if watching is not None:
         watching.close()

@@ -282,7 +282,8 @@ class CodeDecoder(Decoder):
             return logits + pathway.tables(some).transpose(0, 1).repeat(h.shape[1] // c.block_size, 1, 1)
         scale, shift = (x.transpose(0, 1) for x in pathway.scale_and_shift(some))  # (r or 1, n, R)
         projected = pathway.project(h).unflatten(1, (-1, pathway.places))  # (B, L/r, r, n or 1, R), or (B, L, 1, ...)
-        if c.latent.code_layers:
+        few = h.shape[0] * h.shape[1] < pathway.places * c.vocab_size  # whose features are moved faster than output rows
+        if c.latent.code_layers or few:
             return logits + pathway.out(projected * scale + shift).flatten(1, 2)
         rows, bias = (scale.unsqueeze(2) * pathway.out.weight).flatten(1, 2), pathway.out(shift).flatten(1)  # (r or 1, n V)
         if pathway.places == 1:

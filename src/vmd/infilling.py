@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vmd.attention import CleanPrefix, KVCache
 from vmd.config import ModelConfig, is_whole, require
+from vmd.data.tokenizers import Tokenizer
 from vmd.evaluation import rows_per_score
 from vmd.masking import Masks
 from vmd.network import largest_tensor
@@ -47,6 +48,13 @@ def stages(gap: Sequence[bool], block_size: int) -> list[Stage]:
     return found
 
 
+def gaps_of(text: str, tokenizer: Tokenizer | None) -> Tensor:
+    """Tokens of a text, -1 for every _."""
+    require(tokenizer is not None, f"a prompt {text!r:.60}: expected tokens: this is no model of text")
+    parts = [tokenizer.encode(part).tolist() for part in text.split("_")]  # type: ignore[union-attr]
+    return torch.tensor(parts[0] + [token for part in parts[1:] for token in (-1, *part)])
+
+
 def usual_tries(config: ModelConfig) -> int:
     """1 for a model of one block, which sees all of the text, and for a Gaussian z, of which there is but a noisy bound."""
     return 1 if config.blocks == 1 or config.latent.kind == "gaussian" else TRIES
@@ -55,7 +63,7 @@ def usual_tries(config: ModelConfig) -> int:
 @torch.no_grad()
 def infill(
     model: "VMD",
-    prompt: Tensor,
+    prompt: Tensor | str,
     n: int = 1,
     *,
     tries: int | None = None,
@@ -68,6 +76,7 @@ def infill(
 ) -> Samples:
     """n rows (n, L) of a text (L,) whose gaps, -1, are filled; L may be less than the model's length. z is not kept.
 
+    prompt: tokens, or of a model of text "the ____ of science"; `model.tokenizer.decode` reads what comes back.
     tries: candidates for each gap (default: 32; 1 with a Gaussian latent and for a model of one block, which sees the whole
         text). A candidate x weighs p(x) / p(gap | the text before it and in its blocks): how likely it makes the given text
         up to the next gap, or 64 tokens on. With many of them gaps follow the law of the model's samples of one step given
@@ -77,10 +86,11 @@ def infill(
     candidate, and `on_progress` is told how many are weighed, of how many.
     """
     config = model.config
-    require(
-        isinstance(prompt, Tensor) and prompt.dim() == 1 and len(prompt) > 0,
-        "a prompt: expected a tensor of shape (length,)",
-    )
+    if isinstance(prompt, str):
+        prompt = gaps_of(prompt, model.tokenizer)
+    line = isinstance(prompt, Tensor) and prompt.dim() == 1 and len(prompt) > 0
+    what = f"shape {tuple(prompt.shape)}" if isinstance(prompt, Tensor) else f"type {type(prompt).__name__}"
+    require(line, f"a prompt of {what}: expected a tensor of shape (length,), or of a model of text a text with _ for gaps")
     whole = prompt.dtype not in (torch.bool, torch.uint8) and not prompt.is_floating_point() and not prompt.is_complex()
     require(whole, f"a prompt of {prompt.dtype}: expected integers, -1 for a gap")
     require(len(prompt) <= config.length, f"a text of {len(prompt)} tokens: expected at most {config.length}")

@@ -184,6 +184,7 @@ class VMD(nn.Module):
         prompt: Tensor | None = None,
         batch_size: int = 8192,
         desk: Desk | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
         **options,
     ) -> Samples:
         """Draw n sequences, or complete a prompt (n, L) whose gaps are -1. Options: see `vmd.sampling.sample`.
@@ -215,7 +216,11 @@ class VMD(nn.Module):
             for start in range(0, len(prompt), size):
                 rows = prompt[start : start + size].to(self.device)
                 row_seeds = None if seeds is None else seeds[start : start + size]
-                parts.append(sample(self, rows, seeds=row_seeds, desk=desk, **options))
+
+                def tell(done: int, total: int, before: int = start // size) -> None:
+                    on_progress(before * total + done, batches * total)
+
+                parts.append(sample(self, rows, seeds=row_seeds, desk=desk, on_progress=tell, **options))
         finally:
             self.train(was_training)
         return Samples.concatenate(parts).first(wanted)

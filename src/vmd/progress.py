@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
-def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], None]]:
+def progress_bar(description: str, total: int, unit: str = " steps") -> Iterator[Callable[[int, str], None]]:
     """Yields `update(done, text)`. Off a terminal it writes a line for every tenth; of several processes the first does."""
     if os.environ.get("RANK", "0") != "0" and "MASTER_ADDR" in os.environ:
 
@@ -24,7 +24,7 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[int, str], 
     class Rate(ProgressColumn):
         def render(self, task) -> Text:
             speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{speed:.1f} steps/s")
+            return Text("" if speed is None else f"{speed:.1f}{unit}/s")
 
     console = Console(stderr=True)
     columns = (
@@ -70,7 +70,7 @@ def percent_bar(description: str) -> Iterator[Callable[[int, int], None]]:
 
         def on_progress(done: int, total: int) -> None:
             if not shown and done < total and time.perf_counter() - started >= 1:
-                shown.append(stack.enter_context(progress_bar(f"{description}, percent", 100)))
+                shown.append(stack.enter_context(progress_bar(f"{description}, percent", 100, " %")))
             for update in shown:
                 update(100 * done // total, "")
 

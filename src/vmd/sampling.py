@@ -374,6 +374,7 @@ def sample(
     seeds: Sequence[int] | None = None,
     trace: bool = False,
     on_step: Callable[[Step], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
     desk: Desk | None = None,
 ) -> Samples:
     """Algorithm 2 (one block) and Algorithm 4 (several): fill every gap of the prompt.
@@ -393,6 +394,7 @@ def sample(
     cache: keep keys and values of finished blocks; off, every evaluation runs over the whole prefix again.
     generator or seeds: with one seed per row, a row's result does not depend on the rest of its batch.
     trace and on_step: keep a record of every step, or be told of it as it is made.
+    on_progress: is told how many blocks are done, of how many.
     desk: of an earlier batch of as many rows, to use what it recorded.
     """
     config = model.config
@@ -467,6 +469,7 @@ def sample(
         if has_gaps[block]:
             cache_passes += desk.predictor.commit(desk.canvas, block, desk.latents)
             read = block + 1
+        on_progress(block + 1, config.blocks)
     cache_passes += read_up_to(config.blocks)
     latents = None if desk.latents is None else desk.latents.clone()
     return Samples(desk.canvas.clone(), latents, nfe, cache_passes, steps_taken)

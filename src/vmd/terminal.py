@@ -55,7 +55,7 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     both = (found.tokenizer, tokenizer)
     letters = all(isinstance(t, CharTokenizer) for t in both)
     same_ids = both[0].symbols == both[1].symbols if letters else both[0].to_dict() == both[1].to_dict()
-    require(same_ids, f"{name}: prepared with another tokenizer than the model's: expected --split all")
+    require(same_ids, f"{name}: its parts are in other tokens than the model's: expected --split all")
     say(f"scoring the {split} part of {name}")
     return found
 
@@ -176,6 +176,15 @@ def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ..
     return row
 
 
+def parts_that_fit(run: Any) -> int:
+    """In how many parts a training step on a CPU needs half of the memory: a layer keeps some 20 tensors of its width."""
+    model, batch = run.model, run.training.batch_size
+    kept = 4 * 20 * batch * model.length * (2 if model.blocks > 1 else 1) * model.width * model.layers
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    most = -(-2 * kept // memory)
+    return next(parts for parts in range(1, batch + 1) if batch % parts == 0 and (parts >= most or parts == batch))
+
+
 def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any) -> list[int]:
     """Token ids with -1 for what the model is to write: of an infill no more than it holds."""
     require(prompt is None or infill is None, "--prompt and --infill: expected one of the two")
@@ -184,6 +193,7 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     if tokenizer is None:
         return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
     from vmd.data.tokenizers import Text8Tokenizer, as_text8
+    from vmd.infilling import gaps_of
 
     if isinstance(tokenizer, Text8Tokenizer):
         require("_" not in (prompt or ""), f"--prompt {prompt!r}: _ is no letter of this model: expected --infill for gaps")
@@ -192,8 +202,8 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     if prompt is not None:
         row = tokenizer.encode(prompt).tolist()
     require(infill is None or "_" in infill, f"--infill {infill!r}: expected a _ for each gap; --prompt goes on from a text")
-    for number, part in enumerate(infill.split("_") if infill is not None else []):
-        row += [-1] * (number > 0) + tokenizer.encode(part).tolist()
+    if infill is not None:
+        row = gaps_of(infill, tokenizer).tolist()
     option = "--prompt" if infill is None else "--infill"
     require(len(row) <= length, f"{option}: {len(row)} tokens: expected at most {length}, the model's length")
     return row if infill is not None else row + [-1] * (length - len(row))

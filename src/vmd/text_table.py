@@ -480,6 +480,8 @@ def reproduce_text(
         if not (folder_of(out, systems[name]) / WEIGHTS_FILE).is_file():
             del done[name]
     make_folder(out)
+    if not data:
+        on_note("text: Python's own documentation, in letters and spaces; --data gives another")
     spread = spread_over(np.arange(len(tested)), budget.rows)
     x0 = tested.rows_at(spread).long().to(device)
     reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
