@@ -434,6 +434,13 @@ def test_a_step_that_does_not_fit_is_said_with_what_would(monkeypatch):
         assert parts_that_fit(run) == parts
 
 
+@pytest.mark.parametrize(("fits", "noted"), [(1, False), (4, True)])
+def test_one_is_told_of_a_step_that_may_not_fit(source, tmp_path, monkeypatch, fits, noted):
+    monkeypatch.setattr("vmd.cli.parts_that_fit", lambda run: fits)
+    told = succeeds("train", "text", "--data", source, "--out", tmp_path / "out", "--device", "cpu", *SMALL).err
+    assert ("may not fit in this machine's memory: --set training.accumulate=4" in told) is noted
+
+
 def test_a_text_with_gaps_is_filled_in_python():
     model = VMD.from_pretrained("text").shortened(32)
     drawn = infill(model, "the ____ of science", 2, seeds=[1, 2], tries=4).tokens

@@ -89,7 +89,8 @@ def goes_on(folder: Path, run: RunConfig, resume: bool) -> bool:
         require(isinstance(saved, dict), f"{begun}: expected the configuration of a run")
         saved = {section: saved[section] for section in current if section in saved}
         for settings in (saved, current):  # wherever it lies: tables compare texts by their content
-            settings["data"] = settings.get("data", {}) | {"name": Path(settings.get("data", {}).get("name", "")).name}
+            data = settings.get("data", {})
+            settings["data"] = data | {"name": Path(data.get("name", "")).name}
         try:
             require_same_config(begun, saved, current, NO_PART_OF_IT)
         except InvalidInput as error:

@@ -187,7 +187,7 @@ class Budget:
 FULL = Budget(
     256,
     ("training.steps=6000",),
-    ("model.width=512", "training.steps=3000"),  # 26 M parameters, seven minutes
+    ("model.width=512", "training.steps=3000"),  # 26 M parameters, within ten minutes too
     2_000,
     1_000,
     16,
