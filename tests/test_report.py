@@ -65,17 +65,21 @@ def test_systems_made_in_several_goes_say_so_each():
 
 
 def test_commands_that_differ_in_their_systems_are_one():
-    """However these are quoted; the others stay apart."""
+    """However these are quoted, in how many goes and wherever they were written; the others stay apart."""
     machine = {"hardware": {"name": "abacus"}}
     about = {"command": "vmd", "hardware": {"name": "loom"}, "seconds": 12.3, "seeds": [0]}
     first, second, third = (
         {"command": f"vmd reproduce text {words}"} | machine
-        for words in ("--only AR --resume", """--only 'the paper'"'"'s VMD, r = 4' --only SEDD --resume""", "--device cpu")
+        for words in (
+            "--only AR --out a",
+            """--only 'the paper'"'"'s VMD, r = 4' --out b --only SEDD --resume""",
+            "--device cpu",
+        )
     )
     told = provenance(about | {"systems": {"AR": first, "VMD": second}})
-    assert told == "`vmd reproduce text --resume --only SYSTEM`: abacus, 12 s of training and measuring, one seed a row.\n"
+    assert told == "`vmd reproduce text --only SYSTEM`: abacus, 12 s of training and measuring, one seed a row.\n"
     assert provenance(about | {"systems": {"AR": first, "VMD": second, "MDLM": third}}) == (
-        "`vmd reproduce text --resume --only SYSTEM`: abacus (AR; VMD).\n`vmd reproduce text --device cpu`: abacus (MDLM).\n"
+        "`vmd reproduce text --only SYSTEM`: abacus (AR; VMD).\n`vmd reproduce text --device cpu`: abacus (MDLM).\n"
         "Together 12 s of training and measuring, one seed a row.\n"
     )
 

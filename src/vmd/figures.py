@@ -272,11 +272,16 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
 def look_of_system(run: dict) -> dict:
     """Colour: what makes tokens agree. Marker: the size of blocks, hollow if trained for one number of steps alone.
 
-    Dashes: another objective than others of its colour; dots: a wider network.
+    Dashes: another objective than others of its colour; dots: a wider network. Dark: many codes.
     """
     model, objective = run["model"], run["objective"]
     latent, r = model["latent"], model["block_size"]
-    colours = {"categorical": "tab:blue", "chain": "tab:cyan", "gaussian": "tab:red" if latent["on_clean"] else "tab:orange"}
+    many = latent["kind"] == "categorical" and latent["codes"] > 1_000
+    colours = {
+        "categorical": "navy" if many else "tab:blue",
+        "chain": "tab:cyan",
+        "gaussian": "tab:red" if latent["on_clean"] else "tab:orange",
+    }
     colour = "tab:green" if model["draft"] else colours.get(latent["kind"], "black" if r == 1 else "tab:gray")
     marker = {1: "*", 4: "o", 8: "s", 16: "D"}.get(r, "^")
     look = {"color": colour, "marker": marker, "markersize": 8 if r == 1 else 4}

@@ -133,10 +133,12 @@ def provenance(results: dict) -> str:
 
 
 def of_one_system(command: str) -> str:
-    """A command of some systems of a table as one for any of them: results.json has which they were."""
+    """A command of some systems of a table as one for any of them. results.json has which they were, in how many goes, and
+    in which folder."""
     words = shlex.split(command)
-    kept = [word for before, word in zip(["", *words], words, strict=False) if "--only" not in (before, word)]
-    return command if kept == words else f"{shlex.join(kept)} --only SYSTEM"
+    pairs = list(zip(["", *words], words, strict=False))
+    kept = [word for before, word in pairs if word != "--resume" and not {"--only", "--out"} & {before, word}]
+    return f"{shlex.join(kept)} --only SYSTEM" if "--only" in words else command
 
 
 def ablation_tables(results: dict) -> list[tuple[str, Table]]:
