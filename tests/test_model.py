@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -41,6 +42,64 @@ def test_a_saved_model_loads_with_the_same_logits(tmp_path, z_config):
     loaded = VMD.from_pretrained(tmp_path / "model")
     assert loaded.config == model.config
     assert torch.equal(some_logits(loaded), some_logits(model))
+
+
+@all_latents
+def test_a_model_that_is_saved_small_is_rounded_and_no_more(tmp_path, z_config):
+    """Every number of a matrix within half a step of its row, of which there are 127 up to the largest."""
+    model = tiny_model(4, 2, z=z_config, seed=3)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "small", small=True)
+    loaded = VMD.from_pretrained(tmp_path / "small").state_dict()
+    for name, w in model.state_dict().items():
+        step = w.abs().amax(-1, keepdim=True) / 127 if w.ndim > 1 else torch.zeros(())
+        assert ((loaded[name] - w).abs() <= 0.501 * step).all(), name
+    again = VMD.from_pretrained(tmp_path / "small")
+    again.save_pretrained(tmp_path / "again", small=True)  # what is rounded stays as it is
+    assert all(torch.allclose(w, loaded[name]) for name, w in VMD.from_pretrained(tmp_path / "again").state_dict().items())
+
+
+def test_a_large_model_that_is_saved_small_takes_a_quarter(tmp_path):
+    model = VMD(dataclasses.replace(tiny_config(), width=128, heads=2))
+    sizes = []
+    for small in (False, True):
+        model.save_pretrained(tmp_path, small=small)
+        sizes.append((tmp_path / "model.safetensors").stat().st_size)
+    assert sizes[1] < 0.35 * sizes[0]
+
+
+def test_rows_of_zeros_are_saved_small(tmp_path):
+    model = tiny_model()
+    zeros = {name: torch.zeros_like(w) for name, w in model.state_dict().items()}
+    model.save_pretrained(tmp_path, zeros, small=True)
+    assert all((w == 0).all() for w in VMD.from_pretrained(tmp_path).state_dict().values())
+
+
+def test_what_cannot_be_saved_small_leaves_nothing(tmp_path):
+    model = tiny_model()
+    broken = {name: w * torch.nan for name, w in model.state_dict().items()}
+    with pytest.raises(InvalidInput, match="eight bits") as error:
+        model.save_pretrained(tmp_path, broken, small=True)
+    assert one_line(error)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["no scale", "wrong scale", "whole scale", "no matrix"])
+def test_small_weights_that_do_not_fit_are_refused(tmp_path, fault):
+    tiny_model().save_pretrained(tmp_path, small=True)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    scale = next(name for name in tensors if name.endswith(":scale"))
+    if fault == "no scale":
+        del tensors[scale]
+    elif fault == "no matrix":
+        del tensors[scale.removesuffix(":scale")]
+    else:
+        tensors[scale] = tensors[scale][:-1].contiguous() if fault == "wrong scale" else tensors[scale].long()
+    save_file(tensors, path)
+    with pytest.raises(InvalidInput, match=r"model\.safetensors: .*expected|not weights") as error:
+        VMD.from_pretrained(tmp_path)
+    assert one_line(error)
 
 
 def test_symbols_survive_saving(tmp_path):

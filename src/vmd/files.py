@@ -105,21 +105,54 @@ def read_json(path: Path) -> Any:
 
 
 def read_tensors(path: Path) -> "dict[str, Tensor]":
+    """Those of a safetensors file; what was written small as numbers again."""
     from safetensors import SafetensorError
     from safetensors.torch import load as load_tensors
 
     try:
-        return load_tensors(path.read_bytes())
+        tensors = load_tensors(path.read_bytes())
     except OSError as error:
         raise InvalidInput(f"{path}: cannot read: {error.strerror}") from None
     except (SafetensorError, ValueError):
         raise InvalidInput(f"{path}: truncated or not a safetensors file") from None
+    return unpacked(tensors, path)
 
 
-def write_tensors(path: Path, tensors: "dict[str, Tensor]") -> None:
+def write_tensors(path: Path, tensors: "dict[str, Tensor]", small: bool = False) -> None:
+    """`small`: matrices with eight bits for a number, a quarter of the size."""
     from safetensors.torch import save as dump_tensors
 
-    write_atomically(path, dump_tensors({name: t.detach().cpu().contiguous() for name, t in tensors.items()}))
+    tensors = {name: t.detach().cpu() for name, t in tensors.items()}
+    tensors = packed(tensors) if small else tensors
+    write_atomically(path, dump_tensors({name: t.contiguous() for name, t in tensors.items()}))
+
+
+SCALE = ":scale"  # of a row of a matrix, whose numbers are -127 ... 127 times it
+
+
+def packed(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
+    """Matrices as int8 with a scale for every row, the rest as it is."""
+    import torch
+
+    small = {}
+    for name, t in tensors.items():
+        if t.ndim < 2 or not t.is_floating_point():
+            small[name] = t
+            continue
+        require(bool(t.isfinite().all()), f"{name}: not finite: expected numbers that can be rounded to eight bits")
+        largest = t.float().abs().amax(-1, keepdim=True)
+        scale = torch.where(largest > 0, largest, 1.0) / 127
+        small |= {name: (t / scale).round().to(torch.int8), name + SCALE: scale}
+    return small
+
+
+def unpacked(tensors: "dict[str, Tensor]", path: Path) -> "dict[str, Tensor]":
+    for name in [name for name in tensors if name + SCALE in tensors]:
+        scale, rows = tensors.pop(name + SCALE), tensors[name]
+        fits = rows.ndim > 1 and scale.shape == (*rows.shape[:-1], 1) and scale.is_floating_point()
+        require(fits, f"{path}: {name + SCALE} has shape {tuple(scale.shape)}: expected a scale for every row of {name}")
+        tensors[name] = rows.to(scale.dtype) * scale
+    return tensors
 
 
 def hardware(device: str) -> dict:

@@ -249,14 +249,14 @@ class VMD(nn.Module):
             counts[homes.get(name.split(".")[0], part)] += parameter.numel()
         return counts
 
-    def save_pretrained(self, folder: str | Path, weights: dict[str, Tensor] | None = None) -> Path:
+    def save_pretrained(self, folder: str | Path, weights: dict[str, Tensor] | None = None, *, small: bool = False) -> Path:
         """Write `config.json`, `model.safetensors` and, of a model of text, `tokenizer.json`, each whole or not at all.
 
-        `weights`: if not the model's own now.
+        `weights`: if not the model's own now. `small`: matrices are rounded to eight bits a number, a quarter of the size.
         """
         folder = to_path(folder, "the model")
         make_folder(folder)
-        write_tensors(folder / WEIGHTS_FILE, self.state_dict() if weights is None else weights)
+        write_tensors(folder / WEIGHTS_FILE, self.state_dict() if weights is None else weights, small)
         if self.tokenizer is not None:
             write_atomically(folder / TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()))
         elif is_ours(folder / TOKENIZER_FILE):  # of a model that was here before
@@ -585,4 +585,6 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor], source: Path) -> 
     for name, tensor in tensors.items():
         want = tuple(expected[name].shape)
         require(tuple(tensor.shape) == want, f"{source}: {name} has shape {tuple(tensor.shape)}: expected {want}")
+        is_number = tensor.dtype == expected[name].dtype or tensor.is_floating_point()
+        require(is_number, f"{source}: {name} is of {tensor.dtype}: expected {expected[name].dtype}")
     model.load_state_dict(tensors)
