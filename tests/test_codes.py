@@ -668,3 +668,19 @@ def test_few_tokens_have_the_logits_of_many(by_place):
     many = model.coder._logits_of_codes(h, every)
     few = torch.cat([model.coder._logits_of_codes(row[None, :2], every) for row in h])
     assert torch.allclose(few, many[:, :2], atol=1e-5)
+
+
+@all_codes
+@shapes
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_is_only_scored_has_the_scores_of_what_is_trained(z_config, length, r, rows):
+    """A CPU that keeps no gradients leaves out what is no target, and scores place by place: of few tokens and of many."""
+    model = strong_model(length, r, V, z_config)
+    xt, x0, target = step_inputs(length, r, rows)
+    trained, alone = model.coder.code_scores_twice(xt, x0, target)
+    with torch.no_grad():
+        scored, alone_scored = model.coder.code_scores_twice(xt, x0, target)
+        nothing = model.coder.code_scores(xt, x0, torch.zeros_like(target))
+    assert torch.allclose(trained.log_joint(), scored.log_joint(), atol=1e-4)
+    assert torch.allclose(alone, alone_scored, atol=1e-4)
+    assert nothing.log_joint().logsumexp(-1).abs().max() < 1e-4  # what asks for nothing is certain

@@ -213,7 +213,7 @@ class CodeDecoder(Decoder):
             per_code = max(x0.numel(), self.pathway.places * padded(c.vocab_size) * (c.latent.head_dim or c.width))
         budget = largest_tensor(x0.device)
         if x0.device.type == "cpu" and not torch.is_grad_enabled():
-            budget //= 2**5  # small parts are faster there; with gradients parts would be made twice
+            budget = budget * self.pathway.places // 2**5  # small parts are faster; with gradients they would be made twice
         chunk = c.latent.code_chunk or max(1, min(len(codes), budget // per_code))
         parts = []
         for some in codes.split(chunk):
@@ -235,19 +235,41 @@ class CodeDecoder(Decoder):
         return chosen.sum(-2), None if weights is None else (weights[..., some] + log_p).logsumexp(-1)
 
     def _score_tokens(self, features: CodeFeatures, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
-        """log p(x0_i | k) of every token, (B, L, n), be it a target or not."""
+        """log p(x0_i | k) of every target, (B, L, n), and anything finite of other tokens."""
         c, pathway, n = self.config, self.pathway, len(some)
-        batch, length = x0.shape
         if c.latent.code_layers:
-            every = some.repeat(batch).unsqueeze(1).expand(-1, c.blocks)  # (B n, C): rows of one sequence are neighbours
-            h = self.last_layers(features, every).unflatten(0, (batch, n)).transpose(1, 2)  # (B, L, n, D)
-        else:
-            h = self.trunk.norm(features.h).unsqueeze(2)  # (B, L, 1, D)
-        if c.latent.head == "additive" and not c.latent.code_layers:
+            every = some.repeat(len(x0)).unsqueeze(1).expand(-1, c.blocks)  # (B n, C): rows of one sequence are neighbours
+            h = self.last_layers(features, every).unflatten(0, (-1, n)).transpose(1, 2)  # (B, L, n, D)
+            return self._log_p(h, some, x0)
+        h = self.trunk.norm(features.h).unsqueeze(2)  # (B, L, 1, D)
+        if c.latent.head == "additive":
             return additive_log_p(self.head(h).squeeze(2), pathway.tables(some), x0)
+        if x0.device.type == "cpu" and not torch.is_grad_enabled():  # it need not wait to know which tokens are targets
+            return self._score_targets(h.flatten(0, 2), some, x0.flatten(), target.flatten()).view(*x0.shape, n)
+        return self._log_p(h, some, x0)
+
+    def _log_p(self, h: Tensor, some: Tensor, x0: Tensor) -> Tensor:
+        """(B, L, n), from normalised h (B, L, n or 1, D)."""
         log_p = self._logits_of_codes(h, some).float().log_softmax(-1)  # (B, L, n, V)
-        index = x0.view(batch, length, 1, 1).expand(-1, -1, n, -1)
+        index = x0.view(*x0.shape, 1, 1).expand(-1, -1, len(some), -1)
         return log_p.gather(-1, index).squeeze(-1)
+
+    def _score_targets(self, h: Tensor, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
+        """The same (B L, n) from h (B L, D), of targets alone, place by place."""
+        pathway, n, place = self.pathway, len(some), torch.arange(len(h)) % self.pathway.places
+        scales, shifts = (x.transpose(0, 1) for x in pathway.scale_and_shift(some))  # (r or 1, n, R)
+        found = h.new_zeros(len(h), n)
+        for here, (scale, shift) in enumerate(zip(scales, shifts, strict=True)):
+            token = (target & (place == here)).nonzero().squeeze(1)
+            shared, projected = self.head(h[token]).unsqueeze(1), pathway.project(h[token])
+            if len(token) < self.config.vocab_size:  # features are moved faster than output rows
+                moved = pathway.out(projected.unsqueeze(1) * scale + shift)
+            else:
+                rows = (scale.unsqueeze(1) * pathway.out.weight).flatten(0, 1)  # (n V, R)
+                moved = F.linear(projected, rows, pathway.out(shift).flatten()).unflatten(-1, (n, -1))
+            log_p = moved.add_(shared).float().log_softmax(-1)  # (tokens, n, V)
+            found[token] = log_p.gather(-1, x0[token].view(-1, 1, 1).expand(-1, n, -1)).squeeze(-1)
+        return found
 
     def kernel_scores(self) -> bool:
         """Whether kernels are asked for, in bf16, and have one for codes like these."""
