@@ -31,7 +31,7 @@ def test_a_preset_makes_a_model_of_its_data(name):
 
 def test_presets_for_one_s_own_data_wait_for_it():
     waiting = [name for name in PRESETS if name not in WITH_DATA]
-    own = [f"{kind}{latent}" for kind in ("array", "text", "sudoku") for latent in ("", "-gaussian", "-mdm")]
+    own = [f"{kind}{latent}" for kind in ("array", "text", "text-small", "sudoku") for latent in ("", "-gaussian", "-mdm")]
     text = ["text-draft", "text-paper", "text-mdm-paper"]
     assert waiting == [*own, *text, "sudoku-paper", "sudoku-mdm-paper", "sudoku-noise-paper", "sudoku-gpt2"]
 
@@ -47,7 +47,9 @@ def test_a_name_says_data_and_block_size(name):
 @pytest.mark.parametrize("name", [name for name in PRESETS if "-mdm" in name])
 def test_a_baseline_is_its_model_without_the_latent(name):
     whole, plain = preset(name.replace("-mdm", "")), preset(name)
-    assert whole.model.latent.by_place == (name == "text-mdm")  # of short blocks, whose places are not alike
+    assert whole.model.latent.by_place == (
+        name in ("text-mdm", "text-small-mdm")
+    )  # of short blocks, whose places are not alike
     assert whole.model.has_latent
     latent, objective = (
         dataclasses.replace(whole.model.latent, kind="none", by_place=False),

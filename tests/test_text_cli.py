@@ -24,7 +24,7 @@ from vmd.infilling import infill
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
 from vmd.presets import preset
-from vmd.terminal import parts_that_fit
+from vmd.terminal import days_on_a_cpu, parts_that_fit
 from vmd.training import train as fit
 
 SMALL = settings(
@@ -426,8 +426,7 @@ def test_a_text8_that_cannot_be_fetched_is_one_line(source, tmp_path, monkeypatc
 
 def test_a_step_that_does_not_fit_is_said_with_what_would(monkeypatch):
     """A step of preset `text` keeps some 43 GB."""
-    run = preset("text")
-    run = replace(run, model=run.model.resolved(256, 27))
+    run = sized("text", 256)
     for gigabytes, parts in ((1, 128), (23, 4), (200, 1)):
         pages = {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": gigabytes * 10**6}
         monkeypatch.setattr("os.sysconf", pages.__getitem__)
@@ -439,6 +438,20 @@ def test_one_is_told_of_a_step_that_may_not_fit(source, tmp_path, monkeypatch, f
     monkeypatch.setattr("vmd.cli.parts_that_fit", lambda run: fits)
     told = succeeds("train", "text", "--data", source, "--out", tmp_path / "out", "--device", "cpu", *SMALL).err
     assert ("may not fit in this machine's memory: --set training.accumulate=4" in told) is noted
+
+
+def test_one_is_told_of_a_run_that_takes_days_on_a_cpu(source, tmp_path, monkeypatch):
+    assert days_on_a_cpu(sized("text", 256)) > 7
+    assert days_on_a_cpu(sized("text-small", 64)) < 0.01
+    arguments = ("train", "text", "--data", source, "--device", "cpu", *SMALL)
+    assert "takes some" not in succeeds(*arguments, "--out", tmp_path / "small").err
+    monkeypatch.setattr("vmd.cli.days_on_a_cpu", lambda run: 15.2)
+    assert "takes some 15 days: preset text-small takes minutes" in succeeds(*arguments, "--out", tmp_path / "large").err
+
+
+def sized(name: str, length: int):
+    run = preset(name)
+    return replace(run, model=run.model.resolved(length, 27))
 
 
 def test_a_text_with_gaps_is_filled_in_python():

@@ -26,10 +26,12 @@ from vmd.config import (
 )
 from vmd.files import TOKENIZER_FILE
 from vmd.terminal import (
+    CPU_SPEED,
     Watch,
     check_array_path,
     complain,
     data_to_score,
+    days_on_a_cpu,
     describe,
     first_process,
     lost_others,
@@ -336,6 +338,9 @@ def train_run(
     run.objective.check(run.model)
     if device == "cpu" and (parts := parts_that_fit(run)) > run.training.accumulate:
         say(f"note: such a step may not fit in this machine's memory: --set training.accumulate={parts} makes it in parts")
+    if device == "cpu" and (days := days_on_a_cpu(run)) > 1:
+        smaller = ": preset text-small takes minutes" if is_text(run.data.name) else ""
+        say(f"note: this run is for a GPU; a CPU of {CPU_SPEED / 1e9:.0f} GFLOP/s takes some {days:.0f} days{smaller}")
     model = VMD(run.model, seed=run.training.seed).to(device)
     if run.training.init and not resume:
         start_from(model, run.training.init)  # which fails, if it does, before anything is written

@@ -128,6 +128,14 @@ def text(kind: str = "categorical") -> RunConfig:
     return replace(run, objective=replace(run.objective, together=0.9)) if kind == "categorical" else run
 
 
+def text_small(kind: str = "categorical") -> RunConfig:
+    """Text of your own on a laptop: minutes on two CPU cores."""
+    run = text(kind)
+    latent = replace(run.model.latent, dim=32, encoder_layers=2, codes=64)
+    model = replace(run.model, length=64, layers=4, width=128, heads=4, latent=latent)
+    return replace(run, model=model, training=replace(run.training, steps=1_200, batch_size=32, warmup_steps=100, ema=0.995))
+
+
 def text_paper(kind: str = "gaussian") -> RunConfig:
     """The paper's latent and training: z of earlier blocks seen through the clean stream, AdamW with a long warm-up."""
     run = text(kind)
@@ -196,7 +204,13 @@ def with_latent(run: RunConfig, kind: str) -> RunConfig:
 
 def all_presets() -> dict[str, RunConfig]:
     presets: dict[str, RunConfig] = {}
-    for name, make in (("array", array), ("poker", poker), ("text", text), ("sudoku", sudoku)):
+    for name, make in (
+        ("array", array),
+        ("poker", poker),
+        ("text", text),
+        ("text-small", text_small),
+        ("sudoku", sudoku),
+    ):
         presets |= {name: make(), f"{name}-gaussian": make("gaussian"), f"{name}-mdm": make("none")}
     presets |= {
         "text-draft": text_draft(),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vmd.config import InvalidInput, require, require_choice
+from vmd.flops import forward_flops
 
 TEXT8_NOTE = "note: text is read as text8 has it: lower case, digits spelled out, one space for all else"
 
@@ -183,6 +184,13 @@ def parts_that_fit(run: Any) -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     most = -(-2 * kept // memory)
     return next(parts for parts in range(1, batch + 1) if batch % parts == 0 and (parts >= most or parts == batch))
+
+
+CPU_SPEED = 1e11  # operations a second, of a few cores
+
+
+def days_on_a_cpu(run: Any) -> float:
+    return 3 * forward_flops(run.model) * run.training.batch_size * run.training.steps / CPU_SPEED / 86_400
 
 
 def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any) -> list[int]:
