@@ -61,6 +61,15 @@ def test_a_model_of_text_writes_text(source, tmp_path):
     assert set("".join(lines)) <= set(TEXT)
 
 
+def test_samples_with_line_ends_are_told_apart(tmp_path):
+    lines = tmp_path / "lines.txt"
+    lines.write_text("ab\n" * 400)
+    train(lines, tmp_path / "run")
+    samples = succeeds("sample", tmp_path / "run", "-n", 3).out.removesuffix("\n").split("\n---\n")
+    assert [len(sample) for sample in samples] == [16] * 3
+    assert "\n" in "".join(samples)
+
+
 def test_held_out_text_is_scored_however_its_path_is_spelled(source, tmp_path, monkeypatch):
     """And it is said what is scored: the part that was not trained on, or all of another text."""
     monkeypatch.chdir(tmp_path)

@@ -440,7 +440,7 @@ def sample(
     out: Annotated[Path | None, path_option(help="Also write the tokens as .npy.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Draw samples, or fill the gaps of a prompt. One sample per line."""
+    """Draw samples, or fill the gaps of a prompt. One sample per line; of texts with line ends, --- between samples."""
     import torch
 
     from vmd.distributed import gather_rows, my_share, rank
@@ -511,8 +511,8 @@ def sample(
         write_array(out, everything)
     for step in drawn.trace:
         say(f"block {step.block} step {step.step}: {visible(show(step.canvas[0, :wanted].tolist(), config, tokenizer))}")
-    for tokens in everything.tolist():
-        print(show(tokens, config, tokenizer))
+    texts = [show(tokens, config, tokenizer) for tokens in everything.tolist()]
+    print(("\n---\n" if any("\n" in text for text in texts) else "\n").join(texts))
     say(
         f"n {n}, rule {rule}, order {order}, {steps} step{'s' if steps > 1 else ''} per block, NFE {drawn.nfe}"
         + (f" and {drawn.cache_passes} to fill the cache" if drawn.cache_passes else "")
