@@ -31,7 +31,7 @@ from vmd.diagnostics import diagnose
 from vmd.ensemble import Ensemble
 from vmd.latent import Categorical
 from vmd.likelihood import all_orders, enumerate_orders, exact_nll, nll_bound
-from vmd.masking import apply_mask, draw_masks, draw_steps
+from vmd.masking import Masks, apply_mask, draw_masks, draw_steps
 from vmd.metrics import kl_to
 from vmd.model import VMD
 from vmd.training import Batch, split_codes, train
@@ -672,10 +672,10 @@ def test_few_tokens_have_the_logits_of_many(by_place):
 
 @all_codes
 @shapes
-@pytest.mark.parametrize("rows", [1, 40])
-def test_what_is_only_scored_has_the_scores_of_what_is_trained(z_config, length, r, rows):
+@pytest.mark.parametrize(("rows", "kind"), [(1, torch.float32), (40, torch.float32), (2, torch.float64)])
+def test_what_is_only_scored_has_the_scores_of_what_is_trained(z_config, length, r, rows, kind):
     """A CPU that keeps no gradients leaves out what is no target, and scores place by place: of few tokens and of many."""
-    model = strong_model(length, r, V, z_config)
+    model = strong_model(length, r, V, z_config).to(kind)
     xt, x0, target = step_inputs(length, r, rows)
     trained, alone = model.coder.code_scores_twice(xt, x0, target)
     with torch.no_grad():
@@ -684,3 +684,25 @@ def test_what_is_only_scored_has_the_scores_of_what_is_trained(z_config, length,
     assert torch.allclose(trained.log_joint(), scored.log_joint(), atol=1e-4)
     assert torch.allclose(alone, alone_scored, atol=1e-4)
     assert nothing.log_joint().logsumexp(-1).abs().max() < 1e-4  # what asks for nothing is certain
+
+
+def test_what_is_no_target_takes_no_work_where_nothing_is_trained(monkeypatch):
+    model = strong_model(9, 3, V, codes())
+    xt, x0, target = step_inputs(9, 3, 40)
+    seen, head = [], model.coder.head.forward
+    monkeypatch.setattr(model.coder.head, "forward", lambda h: seen.append(h.shape[:-1].numel()) or head(h))
+    with torch.no_grad():
+        model.coder.code_scores(xt, x0, target)
+    assert 0 < sum(seen) == int(target.sum()) < target.numel()
+
+
+@torch.no_grad()
+def test_an_ensemble_of_codes_is_scored_as_it_is_trained():
+    members = [strong_model(4, 2, V, codes()) for _ in range(2)]
+    x0 = random_tokens(6, 4, V).expand(2, -1, -1)
+    masks = draw_masks(x0.flatten(0, 1), 2, generator=seeded())
+    masks = Masks(*(part.unflatten(0, (2, -1)) for part in masks))
+    terms = [Ensemble(members)(x0, masks, None, torch.ones(2)).total]
+    with torch.enable_grad():
+        terms.append(Ensemble(members)(x0, masks, None, torch.ones(2)).total)
+    assert torch.allclose(*terms, atol=1e-5)

@@ -84,18 +84,26 @@ def test_what_cannot_be_saved_small_leaves_nothing(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["no scale", "wrong scale", "whole scale", "no matrix"])
+FAULTS = ["no scale", "wrong scale", "whole scale", "endless scale", "scale of a scale", "no matrix", "matrix of numbers"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_small_weights_that_do_not_fit_are_refused(tmp_path, fault):
     tiny_model().save_pretrained(tmp_path, small=True)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     scale = next(name for name in tensors if name.endswith(":scale"))
-    if fault == "no scale":
-        del tensors[scale]
-    elif fault == "no matrix":
-        del tensors[scale.removesuffix(":scale")]
+    matrix, rows = scale.removesuffix(":scale"), tensors[scale]
+    if fault.startswith("no "):
+        del tensors[scale if fault == "no scale" else matrix]
+    elif fault == "scale of a scale":
+        tensors[scale + ":scale"] = torch.ones(len(rows), 1)
+    elif fault == "matrix of numbers":
+        tensors[matrix] = tensors[matrix].float()
     else:
-        tensors[scale] = tensors[scale][:-1].contiguous() if fault == "wrong scale" else tensors[scale].long()
+        tensors[scale] = {"wrong": rows[:-1].contiguous(), "whole": rows.long(), "endless": rows * torch.inf}[
+            fault.split()[0]
+        ]
     save_file(tensors, path)
     with pytest.raises(InvalidInput, match=r"model\.safetensors: .*expected|not weights") as error:
         VMD.from_pretrained(tmp_path)

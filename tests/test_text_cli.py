@@ -7,16 +7,18 @@ import re
 import sys
 import zipfile
 from dataclasses import replace
+from pathlib import Path
 from urllib.error import URLError
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from command import refused, settings, succeeds, vmd
 from vmd import terminal
 from vmd.cli import main
-from vmd.config import InvalidInput, ModelConfig, override_all
+from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict, override_all
 from vmd.data import load_data
 from vmd.data import text as text_module
 from vmd.data.tokenizers import TEXT8_ALPHABET, ByteTokenizer, CharTokenizer, model_tokenizer
@@ -59,6 +61,29 @@ def test_a_model_of_text_writes_text(source, tmp_path):
     lines = succeeds("sample", out, "-n", 3).out.splitlines()
     assert [len(line) for line in lines] == [16] * 3
     assert set("".join(lines)) <= set(TEXT)
+
+
+def test_held_out_text_is_looked_at_while_a_model_learns(source, tmp_path):
+    """As `vmd evaluate` scores it, in one step and in as many as a block has tokens; `vmd plot` draws it."""
+    told = train(source, tmp_path / "run", "--set", "training.ema=0").err
+    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    looks = [record for record in log if "bits_1" in record]
+    assert [record["step"] for record in looks] == [2, 4]
+    assert f"step 4: validation text takes {looks[-1]['bits_1']:.3f} in 1 step per block, " in told
+    scored = tmp_path / "scored.json"
+    arguments = ("--steps", "1,4", "--rows", 32, "--split", "validation", "--json", scored)
+    succeeds("evaluate", tmp_path / "run", "--data", source, *arguments)
+    rows = [row for row in json.loads(scored.read_text())["rows"] if row["metric"] == "certified bits per token"]
+    assert rows[0]["value"] == pytest.approx(looks[-1]["bits_1"], abs=1e-4)  # one step has no chance in it
+    assert rows[1]["value"] == pytest.approx(looks[-1]["bits_4"], rel=0.05)
+    drawn = succeeds("plot", tmp_path / "run", "--out", tmp_path / "curves.png").err
+    assert "no such field" not in drawn
+
+
+def test_a_text_too_short_to_hold_some_out_is_learned_all_the_same(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text(TEXT[:100])
+    assert "validation" not in train(short, tmp_path / "run").err
 
 
 def test_samples_with_line_ends_are_told_apart(tmp_path):
@@ -271,7 +296,13 @@ ENGLISH = (
 
 def test_the_model_of_text_that_comes_with_vmd(tmp_path):
     """Small enough, knows English from a mess of its letters, in one step as well as in four, and takes what people type."""
-    assert (SHIPPED / "text" / "model.safetensors").stat().st_size <= 16e6
+    weights = SHIPPED / "text" / "model.safetensors"
+    assert weights.stat().st_size <= 13e6
+    assert {tensor.dtype for name, tensor in load_file(weights).items() if name.endswith("weight") and tensor.ndim > 1} == {
+        torch.int8
+    }
+    ran = json.loads((Path(__file__).parents[1] / "results/text8-70M/results.json").read_text())["configurations"]
+    assert VMD.from_pretrained("text").config == from_dict(RunConfig, ran["2048 codes, r = 4"]).model
     assert len(succeeds("sample", "text", "--n", 2, "--steps", 1, "--prompt", "The History of").out.splitlines()) == 2
     bits = {}
     for name, text in {
@@ -435,7 +466,7 @@ def test_a_text8_that_cannot_be_fetched_is_one_line(source, tmp_path, monkeypatc
 
 def test_a_step_that_does_not_fit_is_said_with_what_would(monkeypatch):
     """A step of preset `text` keeps some 43 GB."""
-    run = sized("text", 256)
+    run = sized("text")
     for gigabytes, parts in ((1, 128), (23, 4), (200, 1)):
         pages = {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": gigabytes * 10**6}
         monkeypatch.setattr("os.sysconf", pages.__getitem__)
@@ -450,17 +481,20 @@ def test_one_is_told_of_a_step_that_may_not_fit(source, tmp_path, monkeypatch, f
 
 
 def test_one_is_told_of_a_run_that_takes_days_on_a_cpu(source, tmp_path, monkeypatch):
-    assert days_on_a_cpu(sized("text", 256)) > 7
-    assert days_on_a_cpu(sized("text-small", 64)) < 0.01
+    assert days_on_a_cpu(sized("text")) > 7
+    assert 0.001 < days_on_a_cpu(sized("text-small")) < 0.01
     arguments = ("train", "text", "--data", source, "--device", "cpu", *SMALL)
     assert "takes some" not in succeeds(*arguments, "--out", tmp_path / "small").err
     monkeypatch.setattr("vmd.cli.days_on_a_cpu", lambda run: 15.2)
-    assert "takes some 15 days: preset text-small takes minutes" in succeeds(*arguments, "--out", tmp_path / "large").err
+    told = succeeds(*arguments, "--out", tmp_path / "long").err
+    assert "takes some 15.2 days\n" in told  # as small as one may want it
+    told = succeeds(*arguments, "--set", "model.width=132", "--out", tmp_path / "large").err
+    assert "takes some 15.2 days: preset text-small takes minutes" in told
 
 
-def sized(name: str, length: int):
+def sized(name: str):
     run = preset(name)
-    return replace(run, model=run.model.resolved(length, 27))
+    return replace(run, model=run.model.resolved(run.model.length, 27))
 
 
 def test_a_text_with_gaps_is_filled_in_python():

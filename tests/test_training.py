@@ -674,6 +674,13 @@ def test_looks_come_every_so_many_steps_and_at_the_end(every, expected):
     assert seen == expected
 
 
+def test_what_a_look_finds_stands_in_the_next_log_line():
+    config = run_config("training.log_every=4")
+    log = train(model_for(config), data(), config, on_look=lambda step: {f"at_{step}": 0.5}, look_every=3)
+    found = {record["step"]: [name for name in record if name.startswith("at_")] for record in log}
+    assert found == {1: [], 4: ["at_3"], 8: ["at_6"], 10: ["at_9", "at_10"]}
+
+
 def test_a_resumed_run_looks_at_what_is_left(out):
     config, seen = run_config(), []
     with pytest.raises(Interrupted):

@@ -291,6 +291,33 @@ def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
         )
 
 
+LOOKS, ROWS_LOOKED_AT = 10, 32
+
+
+def look_at_validation(model: Any, run: RunConfig, tokenizer: Any) -> Any:
+    """Of text: what a few rows of the validation part cost, some ten times in a run. None where there are none."""
+    import numpy as np
+
+    from vmd.evaluation import bits_in_passing
+
+    try:
+        held_out = open_data(run, "validation", tokenizer)
+    except InvalidInput:  # too short a text
+        return None
+    count = min(ROWS_LOOKED_AT, len(held_out))
+    rows = held_out.rows_at(np.arange(count) * len(held_out) // count).long().to(model.device)
+    r = model.config.block_size
+    steps = sorted(run.objective.steps if run.objective.masking == "steps" else {1, r} if r <= 16 else {r})
+
+    def look(step: int) -> dict[str, float]:
+        found = bits_in_passing(model, rows, steps)
+        bits = ", ".join(f"{found[f'bits_{n}']:.3f} in {n} step{'s' if n > 1 else ''} per block" for n in steps)
+        say(f"step {step}: validation text takes {bits} (certified bits per token, {count} rows)")
+        return found
+
+    return look
+
+
 def run_files(folder: Path) -> list[Path]:
     """What a run writes, and what a new run in the same folder would replace."""
     from vmd.checkpoints import checkpoint_files
@@ -305,6 +332,7 @@ def train_run(
     """`chosen`: the fields that the user set, which `fast` leaves alone."""
     from dataclasses import replace
 
+    from vmd import presets
     from vmd.boards import BOARD_FOLDER, Board
     from vmd.data import TextData, is_text
     from vmd.data.arrays import parse_positions
@@ -338,9 +366,10 @@ def train_run(
     run.objective.check(run.model)
     if device == "cpu" and (parts := parts_that_fit(run)) > run.training.accumulate:
         say(f"note: such a step may not fit in this machine's memory: --set training.accumulate={parts} makes it in parts")
-    if device == "cpu" and (days := days_on_a_cpu(run)) > 1:
-        smaller = ": preset text-small takes minutes" if is_text(run.data.name) else ""
-        say(f"note: this run is for a GPU; a CPU of {CPU_SPEED / 1e9:.0f} GFLOP/s takes some {days:.0f} days{smaller}")
+    if device == "cpu" and not resume and (days := days_on_a_cpu(run)) > 1:
+        larger = is_text(run.data.name) and run.model.width > presets.preset("text-small").model.width
+        smaller = ": preset text-small takes minutes" if larger else ""
+        say(f"note: this run is for a GPU; a CPU of {CPU_SPEED / 1e9:.0f} GFLOP/s takes some {days:.1f} days{smaller}")
     model = VMD(run.model, seed=run.training.seed).to(device)
     if run.training.init and not resume:
         start_from(model, run.training.init)  # which fails, if it does, before anything is written
@@ -361,6 +390,10 @@ def train_run(
             write_atomically(folder / TOKENIZER_FILE, json.dumps(data.tokenizer.to_dict()))
 
     by_the_first(begin)
+    looks: dict[str, Any] = {}
+    if isinstance(data, TextData) and world_size() == 1:
+        every = -(-run.training.steps // (LOOKS * run.training.log_every)) * run.training.log_every
+        looks = {"on_look": look_at_validation(model, run, tokens), "look_every": every}
     started = False
     with ExitStack() as stack:
         for board in boards:
@@ -386,7 +419,7 @@ def train_run(
             for board in boards:
                 board.show(done, record)
 
-        train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say)
+        train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say, **looks)
     if rank() != 0:
         return
     if world_size() > 1:  # whose weights may be spread over processes
@@ -682,7 +715,10 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
 @app.command()
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, as written by `vmd train`, or their metrics.jsonl.")],
-    metric: Annotated[str, typer.Option(help="Fields of the log, as in total,kl.")] = "total,kl,latent_information",
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Fields of the log, as in total,kl. [default: loss, KL, what z says, bits of validation text]"),
+    ] = None,
     out: Annotated[Path, path_option(help="Where the picture goes, a .png.")] = Path("curves.png"),
     against: Annotated[str, typer.Option(help="step or seconds.")] = "step",
 ) -> None:
@@ -693,14 +729,15 @@ def plot(
     require(out.suffix == ".png", f"--out {out}: expected a path ending in .png")
     require(out.parent.is_dir(), f"--out {out}: no such folder {out.parent}")
     logs = {str(run): read_log(run) for run in runs}
-    wanted = [name.strip() for name in metric.split(",") if name.strip()]
     known = sorted(
         {key for log in logs.values() for record in log for key, v in record.items() if isinstance(v, int | float)}
     )
+    usual = ["total", "kl", "latent_information", *(name for name in known if name.startswith("bits_"))]
+    wanted = [name.strip() for name in metric.split(",") if name.strip()] if metric is not None else usual
     shown = [name for name in wanted if name in known]
     require(bool(shown), f"--metric {metric}: expected fields of the log: {', '.join(known)}")
     draw_curves(logs, shown, against, out)
-    missing = [name for name in wanted if name not in known]
+    missing = [name for name in wanted if name not in known and metric is not None]
     say(f"picture: {out}" + (f" (no such field: {', '.join(missing)})" if missing else ""))
 
 

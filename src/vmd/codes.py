@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 from torch.utils.checkpoint import checkpoint
 
 from vmd.attention import CleanPrefix, KVCache, Visible
@@ -212,8 +213,10 @@ class CodeDecoder(Decoder):
         if self.kernel_scores():  # no logits
             per_code = max(x0.numel(), self.pathway.places * padded(c.vocab_size) * (c.latent.head_dim or c.width))
         budget = largest_tensor(x0.device)
-        if x0.device.type == "cpu" and not torch.is_grad_enabled():
-            budget = budget * self.pathway.places // 2**5  # small parts are faster; with gradients they would be made twice
+        if (
+            x0.device.type == "cpu" and not torch.is_grad_enabled()
+        ):  # small parts are faster; with gradients all is made twice
+            budget = budget * (self.pathway.places if self._by_target(features) else 1) // 2**5
         chunk = c.latent.code_chunk or max(1, min(len(codes), budget // per_code))
         parts = []
         for some in codes.split(chunk):
@@ -244,7 +247,7 @@ class CodeDecoder(Decoder):
         h = self.trunk.norm(features.h).unsqueeze(2)  # (B, L, 1, D)
         if c.latent.head == "additive":
             return additive_log_p(self.head(h).squeeze(2), pathway.tables(some), x0)
-        if x0.device.type == "cpu" and not torch.is_grad_enabled():  # it need not wait to know which tokens are targets
+        if self._by_target(features):
             return self._score_targets(h.flatten(0, 2), some, x0.flatten(), target.flatten()).view(*x0.shape, n)
         return self._log_p(h, some, x0)
 
@@ -254,11 +257,18 @@ class CodeDecoder(Decoder):
         index = x0.view(*x0.shape, 1, 1).expand(-1, -1, len(some), -1)
         return log_p.gather(-1, index).squeeze(-1)
 
+    def _by_target(self, features: CodeFeatures) -> bool:
+        """Whether tokens that are no targets are left out: a CPU that only scores need not wait to know which these are."""
+        c, h = self.config, features.h
+        in_the_head = c.latent.head == "bilinear" and not c.latent.code_layers
+        waits = torch.is_grad_enabled() or is_batchedtensor(h)  # members of an ensemble have shapes in common
+        return in_the_head and h.device.type == "cpu" and not waits
+
     def _score_targets(self, h: Tensor, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
         """The same (B L, n) from h (B L, D), of targets alone, place by place."""
         pathway, n, place = self.pathway, len(some), torch.arange(len(h)) % self.pathway.places
         scales, shifts = (x.transpose(0, 1) for x in pathway.scale_and_shift(some))  # (r or 1, n, R)
-        found = h.new_zeros(len(h), n)
+        found = h.new_zeros(len(h), n, dtype=torch.float32)
         for here, (scale, shift) in enumerate(zip(scales, shifts, strict=True)):
             token = (target & (place == here)).nonzero().squeeze(1)
             shared, projected = self.head(h[token]).unsqueeze(1), pathway.project(h[token])

@@ -150,6 +150,18 @@ def evaluate_puzzles(
     return found
 
 
+@torch.no_grad()
+def bits_in_passing(model: VMD, x0: Tensor, steps: Sequence[int]) -> dict[str, float]:
+    """{"bits_N": certified bits per token of rows (B, L) in N steps per block}; by the same masks always, to be compared."""
+    z = "once" if model.config.z_reaches_later_blocks else "fresh"
+    found = {}
+    for count in steps:
+        generator = torch.Generator(x0.device).manual_seed(0)
+        nats = nll_bound(model, x0, count, z=z, generator=generator, chunk=rows_per_score(model), steps_scored=8)
+        found[f"bits_{count}"] = in_bits(nats, x0.shape[1]).value
+    return found
+
+
 def draw_rows(data: Data, n: int, seed: int, device: torch.device) -> Tensor:
     """Rows of the data: draws of a law, or different rows of an array."""
     if isinstance(data, Law):

@@ -203,10 +203,15 @@ def draw_curves(logs: dict[str, list[dict]], metrics: list[str], against: str, p
             low, high = min(settled), max(settled)
             axis.set_ylim(low - 0.08 * (high - low or 1), high + 0.08 * (high - low or 1))
         axis.set_xlabel(against)
-        axis.set_title(CURVE_NAMES.get(metric, metric), fontsize=10)
+        axis.set_title(curve_name(metric), fontsize=10)
         axis.grid(color=GRID)
     axes[0, 0].legend(frameon=False, fontsize=9)
     return save(figure, path)
+
+
+def curve_name(metric: str) -> str:
+    steps = metric.removeprefix("bits_")
+    return f"validation text, bits per token, N = {steps}" if steps != metric else CURVE_NAMES.get(metric, metric)
 
 
 def is_finite(value: object) -> bool:

@@ -136,22 +136,27 @@ def packed(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
 
     small = {}
     for name, t in tensors.items():
+        t = t.float() if t.is_floating_point() else t
+        finite = f"{name}: not finite: expected numbers that can be rounded to eight bits"
+        require(bool(t.isfinite().all()), finite)
         if t.ndim < 2 or not t.is_floating_point():
             small[name] = t
             continue
-        require(bool(t.isfinite().all()), f"{name}: not finite: expected numbers that can be rounded to eight bits")
-        largest = t.float().abs().amax(-1, keepdim=True)
+        largest = t.abs().amax(-1, keepdim=True)
         scale = torch.where(largest > 0, largest, 1.0) / 127
         small |= {name: (t / scale).round().to(torch.int8), name + SCALE: scale}
     return small
 
 
 def unpacked(tensors: "dict[str, Tensor]", path: Path) -> "dict[str, Tensor]":
-    for name in [name for name in tensors if name + SCALE in tensors]:
-        scale, rows = tensors.pop(name + SCALE), tensors[name]
-        fits = rows.ndim > 1 and scale.shape == (*rows.shape[:-1], 1) and scale.is_floating_point()
-        require(fits, f"{path}: {name + SCALE} has shape {tuple(scale.shape)}: expected a scale for every row of {name}")
-        tensors[name] = rows.to(scale.dtype) * scale
+    import torch
+
+    for name in sorted((name for name in tensors if name + SCALE in tensors), reverse=True):  # a scale of a scale is none
+        rows, scale = tensors[name], tensors.pop(name + SCALE)
+        kinds = rows.dtype == torch.int8 and scale.dtype == torch.float32
+        fits = kinds and rows.ndim > 1 and scale.shape == (*rows.shape[:-1], 1) and bool(scale.isfinite().all())
+        require(fits, f"{path}: {name + SCALE}: expected a number for every row of {name}, and eight bits for all in them")
+        tensors[name] = rows * scale
     return tensors
 
 

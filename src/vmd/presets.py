@@ -132,8 +132,8 @@ def text_small(kind: str = "categorical") -> RunConfig:
     """Text of your own on a laptop: minutes on two CPU cores."""
     run = text(kind)
     latent = replace(run.model.latent, dim=32, encoder_layers=2, codes=64)
-    model = replace(run.model, length=64, layers=4, width=128, heads=4, latent=latent)
-    return replace(run, model=model, training=replace(run.training, steps=1_200, batch_size=32, warmup_steps=100, ema=0.995))
+    model = replace(run.model, length=128, layers=4, width=128, heads=4, latent=latent)
+    return replace(run, model=model, training=replace(run.training, steps=1_200, batch_size=16, warmup_steps=100, ema=0.995))
 
 
 def text_paper(kind: str = "gaussian") -> RunConfig:

@@ -400,15 +400,16 @@ def train(
     kl_weights: Tensor | None = None,
     on_step: Callable[[int, dict | None], None] = lambda step, record: None,
     on_note: Callable[[str], None] = lambda text: None,
-    on_look: Callable[[int], None] | None = None,
+    on_look: Callable[[int], dict[str, float] | None] | None = None,
     look_every: int = 0,
 ) -> list[dict]:
     """Algorithms 1 and 3: train in place and return the log. With `out`, metrics, checkpoints and the model go there.
 
     `kl_weights` (M,) gives each model of an ensemble a KL weight of its own. `on_step(done, record)` is called after
     every step; the record is None except when a log line was written. `on_note(text)` is told where a resumed run goes on
-    from. `on_look(done)` is called every `look_every` steps and at the end, while the model has its averaged weights. With
-    `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step was saved.
+    from. `on_look(done)` is called every `look_every` steps and at the end, while the model has its averaged weights; what
+    it returns stands in the next log line. With `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step
+    was saved.
     """
     known = isinstance(model, (VMD, Ensemble)) and hasattr(data, "batch") and isinstance(config, RunConfig)
     given = ", ".join(type(part).__name__ for part in (model, data, config))
@@ -474,6 +475,7 @@ def train(
         good = torch.ones((), dtype=torch.bool, device=device)  # read at log lines only: reading waits for the device
         bad_step = torch.zeros((), dtype=torch.long, device=device)
         model.train()
+        seen: dict[str, float] = {}  # by looks since the last log line
         last_time, last_step = time.perf_counter(), first
         started = last_time - (log[-1].get("seconds", 0.0) if log else 0.0)  # a resumed run goes on counting
         for step in range(first, training.steps):
@@ -494,13 +496,20 @@ def train(
                 done % training.checkpoint_every == 0 or done == training.steps or stopped_by is not None
             )
             logging = done % training.log_every == 0 or done == training.steps or done == 1
+            looking = on_look is not None and ((look_every and done % look_every == 0) or done == training.steps)
             if saving:  # weights that are no numbers must not take the place of good ones
                 whole = torch.stack([local(p.detach()).isfinite().all() for p in parameters.values()]).all()
                 bad_step = torch.where(good & ~whole, step, bad_step)
                 good = good & whole
-            if (logging or saving) and highest_of_all(int(not good)):
+            if (logging or saving or looking) and highest_of_all(int(not good)):
                 where = training.steps - highest_of_all(0 if good else training.steps - int(bad_step))
                 raise TrainingDiverged(divergence(where, training, out))
+            if looking and on_look is not None:
+                looked = time.perf_counter()
+                with averaged(parameters, average), attention_by(model, uncompiled(way)):
+                    seen |= on_look(done) or {}
+                looked = time.perf_counter() - looked  # which is not training
+                started, last_time = started + looked, last_time + looked
             if logging:
                 now = time.perf_counter()
                 tokens = (done - last_step) * batch.x0.numel() * world_size()
@@ -516,18 +525,13 @@ def train(
                 if isinstance(model, VMD) and (done % every < training.log_every or done == training.steps):
                     with attention_by(model, uncompiled(way)):
                         record |= latent_record(model, batch, fixed, generator)
+                record, seen = record | seen, {}
                 last_time, last_step = time.perf_counter(), done
                 log.append(record)
                 if out is not None and leads:
                     append_line(out / "metrics.jsonl", record)
             if saving and out is not None:
                 save_checkpoint(out, done, parameters, average, optimizer, to_dict(config), write=leads)
-            if on_look is not None and ((look_every and done % look_every == 0) or done == training.steps):
-                looked = time.perf_counter()
-                with averaged(parameters, average), attention_by(model, uncompiled(way)):
-                    on_look(done)
-                looked = time.perf_counter() - looked  # which is not training
-                started, last_time = started + looked, last_time + looked
             on_step(done, record)
             if stopped_by is not None and done < training.steps:
                 wait_for_all()  # torchrun ends the others when one has gone, and the first may still be writing
