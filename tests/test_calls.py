@@ -54,6 +54,7 @@ WRONG = [
     (lambda: vmd.preset(3), "unknown preset 3"),
     (lambda: vmd.preset([]), "unknown preset []"),
     (lambda: vmd.law(3), "unknown data 3"),
+    (lambda: vmd.VMD.for_data(vmd.preset("text").model, "mine.txt"), "for_data(ModelConfig, str)"),
     (lambda: vmd.load_data(__file__, length="8"), "text needs a length"),
     (lambda: vmd.load_data(__file__, length=8, tokenizer=3), "tokenizer 3: expected"),
     (lambda: vmd.draw_masks([[1]], 2), "x0: expected a tensor"),

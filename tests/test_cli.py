@@ -300,6 +300,18 @@ def test_a_run_can_be_resumed_for_more_steps_and_run_json_says_so(trained, run):
     assert json.loads((run / "run.json").read_text())["training"]["steps"] == 8
 
 
+def test_a_folder_knows_what_it_goes_on_with(trained, run):
+    """Data, preset and settings, as the run has them; what is set now is set."""
+    succeeds("train", "--out", run, "--resume", "--device", "cpu")
+    assert (run / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()
+    succeeds("train", "--out", run, "--resume", "--device", "cpu", *settings("training.steps=8"))
+    kept = [json.loads((out / "run.json").read_text()) for out in (trained, run)]
+    kept[0]["training"]["steps"] = 8
+    assert kept[0] == kept[1]
+    (run / "run.json").write_text("[]")
+    assert "run.json: expected an object" in refused("train", "--out", run, "--resume", folder=run.parent)
+
+
 def test_resuming_a_finished_run_changes_no_weight(trained, run):
     succeeds(*again(trained, run, "--resume"))
     assert (run / "model.safetensors").read_bytes() == (trained / "model.safetensors").read_bytes()

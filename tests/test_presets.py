@@ -93,8 +93,17 @@ def test_our_kl_weights_are_those_of_the_tables():
 
 
 def test_an_unknown_preset_is_refused_with_some_that_are_known():
-    with pytest.raises(InvalidInput, match=r"unknown preset 'pokre'.*array, .*poker"):
+    with pytest.raises(InvalidInput, match=r"unknown preset 'pokre': .*such as poker, "):
         preset("pokre")
+
+
+def test_an_unknown_preset_is_refused_with_those_that_are_like_it(tmp_path):
+    with pytest.raises(InvalidInput, match=r"'text-tiny'.*text-small"):
+        preset("text-tiny")
+    path = tmp_path / "mine.txt"
+    path.write_text("text")
+    with pytest.raises(InvalidInput, match=rf"a path goes with --data {path}$"):
+        preset(str(path))
 
 
 def test_the_command_lists_every_preset():

@@ -497,6 +497,20 @@ def sized(name: str):
     return replace(run, model=run.model.resolved(run.model.length, 27))
 
 
+def test_a_text_is_gone_on_with_in_python():
+    model = VMD.from_pretrained("text").shortened(32)
+    drawn = model.sample(2, prompt="the history of", seeds=[1, 2]).tokens
+    assert len(drawn) == 2
+    assert not torch.equal(*drawn)
+    for row in drawn:
+        assert model.tokenizer.decode(row).startswith("the history of")
+    for prompt, n, told in (("x" * 33, 1, "33 tokens: expected at most 32"), ("x", 0, "n=0: expected")):
+        with pytest.raises(InvalidInput, match=told):
+            model.sample(n, prompt=prompt)
+    with pytest.raises(InvalidInput, match="no model of text"):
+        VMD.from_pretrained("sudoku").sample(prompt="53..7")
+
+
 def test_a_text_with_gaps_is_filled_in_python():
     model = VMD.from_pretrained("text").shortened(32)
     drawn = infill(model, "the ____ of science", 2, seeds=[1, 2], tries=4).tokens

@@ -208,7 +208,10 @@ def train(
         str | None,
         typer.Option(help="A trained model to start from: a folder, or one that comes with vmd. Parts it has not are new."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the output folder.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest checkpoint in the output folder; --out and this are enough."),
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
     fast: Annotated[
         bool, typer.Option(help="On a GPU: choose precision, attention, compiled and recorded steps for speed.")
@@ -223,7 +226,9 @@ def train(
     from vmd import presets
 
     changes = [*(settings or []), *([] if init is None else [f"training.init={init}"])]
-    run = override_all(presets.preset(preset), changes)
+    begun = (out or Path("runs") / preset) / "run.json"
+    as_begun = resume and data is None and preset == "array" and begun.exists()  # --out and --resume say it all
+    run = override_all(run_as_it_began(begun) if as_begun else presets.preset(preset), changes)
     if data is not None:
         run = replace(run, data=replace(run.data, name=data))
     if tokenizer is not None:
@@ -243,6 +248,15 @@ def train(
     begins = bool(run.training.init) or not run.training.freeze
     require(begins, "training.freeze=true: expected with --init: what is frozen must have been trained")
     train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
+
+
+def run_as_it_began(path: Path) -> RunConfig:
+    from vmd.files import read_json
+
+    kept = read_json(path)
+    if isinstance(kept, dict):
+        kept.pop("text_sha256", None)
+    return from_dict(RunConfig, kept, str(path))
 
 
 def sized_as_it_began(run: RunConfig, folder: Path, resume: bool, chosen: set[str]) -> RunConfig:

@@ -78,6 +78,9 @@ class VMD(nn.Module):
     @classmethod
     def for_data(cls, config: ModelConfig, data: Dataset, *, seed: int = 0) -> "VMD":
         """A model whose length, vocabulary and symbols are those of the data."""
+        known = isinstance(config, ModelConfig) and hasattr(data, "vocab_size")
+        given = f"{type(config).__name__}, {type(data).__name__}"
+        require(known, f"for_data({given}): expected a ModelConfig and data such as vmd.load_data gives")
         return cls(config.resolved(data.length, data.vocab_size, data.symbols), seed=seed)
 
     @property
@@ -177,23 +180,35 @@ class VMD(nn.Module):
         written = int((prompt < 0).any(0).view(self.config.blocks, -1).any(1).sum())
         return cache and self.device.type == "cuda" and is_whole(steps) and written * steps >= RECORDED
 
+    def beginning(self, text: str) -> Tensor:
+        """(L,): the tokens of a text, and gaps behind it."""
+        if self.tokenizer is None:
+            raise InvalidInput(f"prompt {text!r:.60}: expected tokens: this is no model of text")
+        tokens, length = self.tokenizer.encode(text), self.config.length
+        require(len(tokens) <= length, f"a prompt of {len(tokens)} tokens: expected at most {length}, the model's length")
+        return torch.cat([torch.as_tensor(tokens).long(), torch.full((length - len(tokens),), -1)])
+
     def sample(
         self,
         n: int | None = None,
         *,
-        prompt: Tensor | None = None,
+        prompt: Tensor | str | None = None,
         batch_size: int = 8192,
         desk: Desk | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         **options,
     ) -> Samples:
-        """Draw n sequences, or complete a prompt (n, L) whose gaps are -1. Options: see `vmd.sampling.sample`.
+        """Draw n sequences, or complete a prompt (n, L) whose gaps are -1; of a model of text, go on from a text n times.
 
+        Options: see `vmd.sampling.sample`; chance comes from `seeds=[...]`, one for each row, or from `generator=`.
         With a `desk`, which may record steps, batches have its size. Without, steps are recorded on a GPU if there are many.
         """
         if prompt is None:
             require(is_whole(n) and n >= 1, f"n={n!r}: expected a whole number of samples, at least 1")  # type: ignore[operator]
             prompt = torch.full((n or 0, self.config.length), -1)
+        if isinstance(prompt, str):
+            require(n is None or (is_whole(n) and n >= 1), f"n={n!r}: expected a whole number of samples, at least 1")
+            prompt = self.beginning(prompt).repeat(n or 1, 1)
         check_prompt(prompt, self.config)
         require(n is None or n == len(prompt), f"n={n}: expected {len(prompt)}, the rows of the prompt")
         require(len(prompt) >= 1, "an empty prompt: expected at least one row")

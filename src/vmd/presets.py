@@ -3,6 +3,8 @@
 Names: DATA[-block R][-mdm][-paper], such as `deterministic`, `d1-block2`, `d2-block4-mdm-paper`.
 """
 
+import difflib
+import os
 from dataclasses import replace
 
 from vmd.config import (
@@ -235,5 +237,7 @@ def all_presets() -> dict[str, RunConfig]:
 def preset(name: str) -> RunConfig:
     presets = all_presets()
     if not isinstance(name, str) or name not in presets:
-        raise InvalidInput(f"unknown preset {name!r}: `vmd presets` lists them, such as {', '.join(list(presets)[:5])}")
+        like = difflib.get_close_matches(str(name), presets, 6, 0.4) or list(presets)[:5]
+        path = f"; a path goes with --data {name}" if isinstance(name, str) and os.path.exists(name) else ""
+        raise InvalidInput(f"unknown preset {name!r}: `vmd presets` lists them, such as {', '.join(like)}{path}")
     return presets[name]

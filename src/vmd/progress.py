@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 
 
 @contextmanager
@@ -19,6 +20,7 @@ def progress_bar(description: str, total: int, unit: str = " steps") -> Iterator
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.table import Column
     from rich.text import Text
 
     class Rate(ProgressColumn):
@@ -26,26 +28,38 @@ def progress_bar(description: str, total: int, unit: str = " steps") -> Iterator
             speed = task.finished_speed or task.speed
             return Text("" if speed is None else f"{speed:.1f}{unit}/s")
 
+    class Last(ProgressColumn):
+        """What there is room for."""
+
+        def render(self, task) -> Text:
+            return Text(task.fields["text"], no_wrap=True, overflow="ellipsis")
+
     console = Console(stderr=True)
+    whole = Column(no_wrap=True)
     columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        Rate(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=whole),
+        BarColumn(bar_width=30 if console.width >= 120 else 8, table_column=whole),
+        MofNCompleteColumn(table_column=whole),
+        Rate(table_column=whole),
+        TimeRemainingColumn(table_column=whole),
+        Last(),
     )
     if not console.is_terminal:
-        said, latest, at = -1, "", 0
+        said, latest, at, started, first = -1, "", 0, 0.0, 0
 
         def tell(done: int, text: str = "") -> None:
-            nonlocal said, latest, at
+            nonlocal said, latest, at, started, first
+            now = time.perf_counter()
+            if said < 0:  # of a run that goes on, what was done before took no time
+                started, first = now, done
             if text:
                 latest, at = text, done
             if done * 10 // total > said:
                 said = done * 10 // total
                 old = f" (at {at})" if latest and at != done else ""
-                print(f"{description}: {done} of {total} {latest}{old}".rstrip(), file=sys.stderr)
+                left = (now - started) / (done - first) * (total - done) if done > first else 0
+                until = f"{timedelta(seconds=round(left))} left " if left >= 1 else ""
+                print(f"{description}: {done} of {total} {until}{latest}{old}".rstrip(), file=sys.stderr)
 
         yield tell
         return

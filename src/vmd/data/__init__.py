@@ -63,7 +63,8 @@ def load_data(
     if name.endswith(".npy"):
         return load_array(name, seed)
     if is_text(name):
-        told = "text needs a length of its chunks: use a text preset or --set model.length=256 (integers go in an .npy file)"
+        presets = "preset text-small, or text on a GPU, or --set model.length=256"
+        told = f"text needs a length of its chunks: use {presets} (integers go in an .npy file)"
         require(is_whole(length) and length > 0, f"{name}: {told}")
         tokenizer = str(tokenizer) if isinstance(tokenizer, Path) else tokenizer
         named = isinstance(tokenizer, str) or hasattr(tokenizer, "encode")

@@ -125,4 +125,4 @@ def law(name: str) -> Law:
             p = math.nan
         require(p == p, f"{name}: expected dependence-P with a probability P, such as dependence-0.5")
         return dependence(p)
-    raise InvalidInput(f"unknown data {name!r}: expected the path of an .npy array or of text, text8, {known}")
+    raise InvalidInput(f"unknown data {name!r}: no such file: expected the path of an .npy array or of text, text8, {known}")
