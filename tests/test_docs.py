@@ -1,7 +1,7 @@
 """Every ```python block of the documentation runs; the blocks of a file share a namespace and run in order.
 
 A block of output that follows one under the line "Output:" must be what was printed, numbers up to rounding.
-Blocks that are not meant to run are marked ```text or ```sh.
+Blocks that are not meant to run are marked ```text or ```sh, or ```py where they want files or minutes.
 """
 
 import re
