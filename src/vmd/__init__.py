@@ -16,6 +16,7 @@ _HOMES = {
     "train": "vmd.training",
     "sample": "vmd.sampling",
     "infill": "vmd.infilling",
+    "write": "vmd.writing",
     "draw_masks": "vmd.masking",
     "law": "vmd.data",
     "load_data": "vmd.data",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from vmd.presets import preset
     from vmd.sampling import sample
     from vmd.training import train
+    from vmd.writing import write
 
 
 def __dir__() -> list[str]:

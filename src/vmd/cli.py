@@ -480,6 +480,12 @@ def sample(
             "[default: 32; 1 for a model of one block, which sees all of the text, and with a Gaussian latent]"
         ),
     ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Of text: write so many tokens, in windows that see the end of the last. [default: the model's length]"
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Sample i depends on the seed and i alone.")] = 0,
     cache: Annotated[bool, typer.Option(help="Keep keys and values of finished blocks.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Show every step of the first sample.")] = False,
@@ -497,6 +503,7 @@ def sample(
     from vmd.model import VMD, model_folder
     from vmd.progress import percent_bar
     from vmd.training import step_seed
+    from vmd.writing import write
 
     require(1 <= n <= 10_000_000, f"--n {n}: expected 1 to 10,000,000")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
@@ -512,7 +519,14 @@ def sample(
     if prompt is None and trained_fixed(folder):
         say(f"note: this model was trained with positions {trained_fixed(folder)} given; use --prompt to give them")
     tokenizer = loaded.tokenizer
-    row = prompt_row(prompt, infill, config, tokenizer)
+    if length is not None:
+        of_text = tokenizer is not None and infill is None
+        require(
+            of_text and not (watch or trace),
+            f"--length {length}: expected with a model of text, no --infill, --watch, --trace",
+        )
+        require(1 <= length <= 1_000_000, f"--length {length}: expected 1 to 1,000,000")
+    row = prompt_row(prompt, infill, config, tokenizer, length)
     wanted = len(row)  # of an infill no more than it holds
     require(tries is None or infill is not None, f"--tries {tries}: expected with --infill")
     require(tries is None or tries >= 1, f"--tries {tries}: expected at least 1")
@@ -535,7 +549,12 @@ def sample(
         "on_step": watching,
     }
     bar: Any = nullcontext(lambda done, total: None) if watch else percent_bar(f"vmd sample {model}")
-    if infill is None:
+    if length is not None:
+        given = torch.tensor([token for token in row if token >= 0], dtype=torch.long)
+        options |= {"length": length, "batch_size": rows_per_pass(loaded), "trace": False}
+        with bar as show_progress:
+            drawn = write(loaded, given, max(1, len(mine)), on_progress=show_progress, **options)
+    elif infill is None:
         size = 8_192 if watch or trace else rows_per_pass(loaded)  # of every batch all steps would be shown
         rows = torch.tensor([row]).repeat(max(1, len(mine)), 1)
         with bar as show_progress:

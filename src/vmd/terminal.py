@@ -193,11 +193,11 @@ def days_on_a_cpu(run: Any) -> float:
     return 3 * forward_flops(run.model) * run.training.batch_size * run.training.steps / CPU_SPEED / 86_400
 
 
-def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any) -> list[int]:
-    """Token ids with -1 for what the model is to write: of an infill no more than it holds."""
+def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any, wanted: int | None = None) -> list[int]:
+    """Token ids with -1 for what the model is to write: of an infill no more than it holds. `wanted`: so many tokens."""
     require(prompt is None or infill is None, "--prompt and --infill: expected one of the two")
     require(infill is None or tokenizer is not None, "--infill: expected a model of text; others take --prompt")
-    length, row = config.length, []
+    length, row = wanted or config.length, []
     if tokenizer is None:
         return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
     from vmd.data.tokenizers import Text8Tokenizer, as_text8
@@ -213,7 +213,9 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     if infill is not None:
         row = gaps_of(infill, tokenizer).tolist()
     option = "--prompt" if infill is None else "--infill"
-    require(len(row) <= length, f"{option}: {len(row)} tokens: expected at most {length}, the model's length")
+    most = f"{length}, the model's length" + (": --length writes more" if infill is None else "")
+    most = f"{length}, the --length" if wanted else most
+    require(len(row) <= length, f"{option}: {len(row)} tokens: expected at most {most}")
     return row if infill is not None else row + [-1] * (length - len(row))
 
 
