@@ -17,8 +17,9 @@ import torch
 
 from command import refused, settings, succeeds, vmd
 from helpers import close
-from vmd import figures, text_table
+from vmd import figures, text_samples, text_systems, text_table
 from vmd.config import DataConfig, InvalidInput, RunConfig, flatten, from_dict, to_dict
+from vmd.counting import counted_bits, counted_nats
 from vmd.data import TextData
 from vmd.figures import draw_figures, scan_curves, scan_groups
 from vmd.files import write_atomically
@@ -29,23 +30,21 @@ from vmd.report import section
 from vmd.systems import goes_on, is_of, read_done
 from vmd.tables import model_size, render, text_bits_table, text_samples_table, text_summary, text_tables
 from vmd.text_quality import Quality, judged_bits, random_letters, text_quality
-from vmd.text_table import (
+from vmd.text_samples import SAMPLES_FILE, known, vocabulary
+from vmd.text_systems import (
     FULL,
     QUICK,
-    SAMPLES_FILE,
     SCAN,
     SCAN_FULL,
     SCAN_QUICK,
     SYSTEMS,
     folder_of,
-    known,
-    objective_nats,
     planned,
     quick_text,
     read_text,
     step_counts,
-    vocabulary,
 )
+from vmd.text_table import objective_nats
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = [system.name for system in SYSTEMS if not system.second_seed and not system.slow]  # of a quick table
@@ -96,7 +95,14 @@ def spread(rows: list[str]) -> list[str]:
 
 
 TRAINED, TESTED = chunks(TEXT[: CUT[0]]), spread(chunks(TEXT[CUT[1] :]))
-X0 = torch.tensor([[sorted(set(TEXT)).index(c) for c in row] for row in TESTED])
+
+
+def encoded(texts: list[str]) -> np.ndarray:
+    return np.array([[sorted(set(TEXT)).index(c) for c in text] for text in texts])
+
+
+X0 = torch.from_numpy(encoded(TESTED))
+LEARNED = encoded([TEXT[: CUT[0]]])[0]
 VOCABULARY = {word for row in TRAINED for word in row.split(" ")[1:-1] if word}
 
 
@@ -347,12 +353,10 @@ def test_score_entropy_is_not_below_the_bound_of_normalised_outputs(whole):
 
 
 def test_the_test_text_is_judged_by_the_words_of_the_training_text(whole):
-    """As many of its rows as there are samples, none of which is in the reference."""
-    others = [row for row in chunks(TEXT[CUT[1] :]) if row not in TESTED]
-    assert 1 < len(others) <= TINY.draws
-    assert whole.results["test_text"] == pytest.approx(known(text_quality(others, TESTED, VOCABULARY)))
-    letters = known(text_quality(random_letters(TESTED, 3), TESTED, VOCABULARY))
-    assert whole.results["random_letters"] == pytest.approx(letters)
+    letters = random_letters(TESTED, 3)
+    for name, texts in {"test_text": others_of_the_test_text(), "random_letters": letters}.items():
+        figures = {metric: value for metric, value in whole.results[name].items() if metric != "counted_bits"}
+        assert figures == pytest.approx(known(text_quality(texts, TESTED, VOCABULARY)))
     _, lines = text_samples_table(whole.results)
     for line, (name, which) in zip(
         lines, {"other rows": "test_text", "letters drawn": "random_letters"}.items(), strict=False
@@ -454,6 +458,7 @@ def test_figures_of_samples_are_those_of_the_same_samples(whole, name, rule, ste
     here = [row for row in rows_of(whole.results, name) if wanted <= row["setting"].items()]
     found = {row["metric"]: row["value"] for row in here}
     assert found.pop("characters_per_second") > 0
+    expected["counted_bits"] = counted_bits(counted_nats(LEARNED, encoded(texts), len(letters)))[0]
     assert found.keys() == expected.keys()
     assert all(close(found[metric], expected[metric], 1e-5) for metric in expected)
     assert {row["setting"]["nfe"] for row in here} == {drawn.nfe} == {steps * model.config.blocks}
@@ -718,13 +723,13 @@ def test_samples_are_kept_to_be_read_and_judged_anew(whole, copied):
 
 
 def test_samples_are_judged_once(whole, copied, monkeypatch):
-    asked, judged_rows = [], text_table.judged_rows
+    asked, judged_rows = [], text_samples.judged_rows
 
-    def watched(judge, data, folder):
-        asked.append(folder.name)
-        return judged_rows(judge, data, folder)
+    def watched(judge, data, path):
+        asked.append(path.parent.name)
+        return judged_rows(judge, data, path)
 
-    monkeypatch.setattr(text_table, "judged_rows", watched)
+    monkeypatch.setattr(text_samples, "judged_rows", watched)
     run_table(whole.source, copied, "--resume", only=("AR",))
     assert asked == []
     (folder_of(copied, BY_NAME["MDLM"]) / SAMPLES_FILE).unlink()
@@ -732,6 +737,71 @@ def test_samples_are_judged_once(whole, copied, monkeypatch):
     done = run_table(whole.source, copied, "--resume", *settings("training.steps=3"), only=(JUDGE,))  # another judge
     assert len(asked) == len(NAMES) - 2
     assert f"MDLM: no {SAMPLES_FILE} is kept" in done.err
+
+
+def by_counts(results: dict, *names: str) -> list[dict]:
+    return [row for row in rows_of(results, *(names or results["systems"])) if row["metric"] == "counted_bits"]
+
+
+def test_samples_are_judged_by_ngrams_of_the_training_text(whole):
+    """It takes no other model: one that repeats what was trained on costs little, letters by chance much."""
+    letters = len(set(TEXT))
+    for name in NAMES[1:]:
+        kept = folder_of(whole.out, BY_NAME[name]) / SAMPLES_FILE
+        samples = [json.loads(line) for line in lzma.decompress(kept.read_bytes()).decode().splitlines()]
+        rows = by_counts(whole.results, name)
+        assert len(rows) == len({json.dumps(sample["setting"]) for sample in samples})
+        for row in rows:
+            texts = [sample["text"] for sample in samples if sample["setting"] | {"ngram": 13} == row["setting"]]
+            assert len(texts) == row["setting"]["n"]
+            value, error = counted_bits(counted_nats(LEARNED, encoded(texts), letters))
+            assert (row["value"], row["stderr"]) == (pytest.approx(value), pytest.approx(error))
+    assert by_counts(whole.results, JUDGE) == []
+    bits = [whole.results[name]["counted_bits"] for name in ("test_text", "random_letters")]
+    assert bits[0] < bits[1] - 1
+    assert bits[0] == pytest.approx(counted_bits(counted_nats(LEARNED, encoded(others_of_the_test_text()), letters))[0])
+
+
+def others_of_the_test_text() -> list[str]:
+    """As many as there are samples, none of which is in the reference."""
+    others = [row for row in chunks(TEXT[CUT[1] :]) if row not in TESTED]
+    assert 1 < len(others) <= TINY.draws
+    return others
+
+
+def test_ngrams_are_counted_for_new_samples_alone(whole, copied, monkeypatch):
+    """Those of before stay, with the figures of the texts beside them."""
+    asked = []
+
+    def watched(text, rows, *rest, **how):
+        asked.append(len(rows))
+        return counted_nats(text, rows, *rest, **how)
+
+    monkeypatch.setattr(text_samples, "counted_nats", watched)
+    (folder_of(copied, BY_NAME["MDLM"]) / SAMPLES_FILE).unlink()  # fetched without its samples
+    run_table(whole.source, copied, "--resume", only=("AR",))
+    assert asked == []
+    assert by_counts(read(copied)) == by_counts(whole.results)
+    assert read(copied)["test_text"] == whole.results["test_text"]
+    kept = folder_of(copied, BY_NAME["AR"]) / SAMPLES_FILE
+    samples = [json.loads(line) for line in lzma.decompress(kept.read_bytes()).decode().splitlines()]
+    kept.write_bytes(lzma.compress("".join(json.dumps(s | {"text": TESTED[0]}) + "\n" for s in samples).encode()))
+    run_table(whole.source, copied, "--resume", only=("AR",))
+    assert asked == [len(samples) + len(others_of_the_test_text()) + TINY.draws]
+    assert by_counts(read(copied), "AR") != by_counts(whole.results, "AR")
+    others = [name for name in NAMES if name != "AR"]
+    assert by_counts(read(copied), *others) == by_counts(whole.results, *others)
+
+
+def test_pictures_show_the_judge_that_is_there(whole, tmp_path):
+    from matplotlib import pyplot as plt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "save", lambda figure, path: [axis.get_ylabel() for axis in figure.axes][:3])
+        assert figures.draw_text(whole.results, tmp_path)[2] == "judge's bits"
+        rows = [row for row in whole.results["rows"] if row["metric"] != "judged_bits"]
+        assert figures.draw_text(whole.results | {"rows": rows}, tmp_path)[2] == "n-gram judge's bits"
+    plt.close("all")
 
 
 @pytest.mark.parametrize(
@@ -753,7 +823,15 @@ def test_a_finished_run_is_not_run_again(whole, copied, monkeypatch):
     before, seen = read(copied), watch(monkeypatch)
     run_table(whole.source, copied, "--resume", only=tuple(NAMES))
     assert seen == []
-    assert read(copied) == before | {"command": read(copied)["command"], "hardware": read(copied)["hardware"]}
+    assert read(copied) == before
+
+
+def test_results_stay_of_the_machine_that_trained_them(whole, copied):
+    """Their samples may be judged on another."""
+    before = read(copied) | {"hardware": {"name": "a large one"}, "versions": {"torch": "x"}}
+    write_atomically(copied / "results.json", json.dumps(before))
+    run_table(whole.source, copied, "--resume", only=("AR",))
+    assert {key: read(copied)[key] for key in before} == before
 
 
 def test_longer_training_runs_a_system_anew_and_says_which_settings_it_had(whole, copied, monkeypatch):
@@ -1061,7 +1139,7 @@ def scans(source):
     data = {b.length: SimpleNamespace(length=b.length, vocab_size=27, symbols=()) for b in (SCAN_FULL, SCAN_QUICK)}
     budgets = [(SCAN_FULL, "cpu"), (SCAN_FULL, "cuda"), (SCAN_QUICK, "cpu")]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_table, "check_precision", lambda *args: None)
+        patch.setattr(text_systems, "check_precision", lambda *args: None)
         return [{s.name: planned(s, b, "x", [], data[b.length], device) for s in SCAN} for b, device in budgets]
 
 
@@ -1160,7 +1238,7 @@ def test_curves_are_of_systems_that_differ_in_codes_alone(scanned):
     ("name", "overrides"),
     [
         ("codes, r = 4", ("model.latent.kind=none", "objective.together=0")),
-        ("draft, r = 4", ("model.draft=0", "objective.together=0")),
+        ("draft for one step, r = 4", ("model.draft=0",)),
         ("AR", ("model.latent.kind=categorical",)),
     ],
 )
@@ -1182,7 +1260,7 @@ def test_the_scan_and_the_table_do_not_share_a_folder(source, scanned, tmp_path,
     """Their systems may have the same names, and are scored on other text."""
     copied = shutil.copytree(scanned.out, tmp_path / "out")
     monkeypatch.setattr(text_table, "QUICK", TINY)
-    told = refused(*words_for(source, copied, "--resume", only=("draft, r = 4",)), folder=copied)
+    told = refused(*words_for(source, copied, "--resume", only=("AR",)), folder=copied)
     assert "holds a run of text-scan: expected another --out for text" in told
 
 

@@ -301,8 +301,9 @@ def draw_text(results: dict, path: Path) -> Path:
     A system that was trained for one number of steps is shown at that number alone: the table has the others.
     """
     plt = pyplot()
-    panels = [("bits", "certified bits per character"), ("real_words", "real words, %"), ("judged_bits", "judge's bits")]
     present = {row["metric"] for row in results["rows"]}
+    judge = ("judged_bits", "judge's bits") if "judged_bits" in present else ("counted_bits", "n-gram judge's bits")
+    panels = [("bits", "certified bits per character"), ("real_words", "real words, %"), judge]
     panels = [panel for panel in panels if panel[0] in present]
     rows = as_trained(results)
     names = [name for name, about in results["systems"].items() if not about["judge"]]

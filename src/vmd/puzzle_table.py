@@ -37,7 +37,17 @@ from vmd.presets import preset
 from vmd.progress import progress_bar
 from vmd.sampling import ORDERS
 from vmd.solving import Frame, solve_puzzles
-from vmd.systems import chosen_names, collect, goes_on, is_done, read_done, run_systems, write_results
+from vmd.systems import (
+    chosen_names,
+    collect,
+    goes_on,
+    is_done,
+    last_made,
+    made_by,
+    read_done,
+    run_systems,
+    write_results,
+)
 from vmd.training import check_precision, fast_settings, precision, train, uncompiled
 
 NO_Z, GAUSSIAN, LEARNED, CODES = "no z", "Gaussian", "Gaussian, learned prior", "codes"
@@ -401,6 +411,7 @@ def reproduce_sudoku(
     missing = [name for name, run in runs.items() if not is_done(done, name, run)]
     for name in missing:  # before hours of training
         goes_on(folder_of(out, systems[name]), runs[name], resume)
+    made = made_by(command, device) if missing else last_made(out, command, device)
     make_folder(out)
     trained = {systems[name].trained_on for name in missing}
     sets = puzzle_sets(data, budget, trained, quick, on_note) if trained else {}
@@ -412,14 +423,14 @@ def reproduce_sudoku(
         return run_system(systems[name], runs[name], sets, puzzles, budget, out, device, resume)
 
     def write() -> dict:
-        results = collect("sudoku", list(systems), done, command, device)
+        results = collect("sudoku", list(systems), done, made)
         lengths = {name: run["model"]["length"] for name, run in results["configurations"].items()}
         results["rows"] = [  # small boards are not the paper's
             row | (printed(row) if lengths[row["system"]] in (81, 164) else {"paper": None}) for row in results["rows"]
         ]
         return write_results(results, out)
 
-    return run_systems(runs, done, command, device, run_one, write)
+    return run_systems(runs, done, made, run_one, write)
 
 
 def folder_of(out: Path, system: System) -> Path:

@@ -43,7 +43,7 @@ def read_done(out: Path, resume: bool, table: str) -> dict[str, dict]:
             | {"rows": [row for row in results["rows"] if row["system"] == system]}
             for system, about in results["systems"].items()
         }
-        render(collect(table, list(done), done, "", "cpu"))  # so that what is missing is missed before anything is trained
+        render(collect(table, list(done), done, made_by("", "cpu")))  # what is missing is missed before anything is trained
         whole = all(
             part["rows"]
             and isinstance(part.get("base", {}), dict)
@@ -101,25 +101,30 @@ def goes_on(folder: Path, run: RunConfig, resume: bool) -> bool:
 def run_systems(
     runs: dict[str, RunConfig],
     done: dict[str, dict],
-    command: str,
-    device: str,
+    made: dict,
     run_one: Callable[[str], dict],
     write: Callable[[], dict],
 ) -> dict:
     """Those that are not done with these very settings, one after the other; the results are written after each."""
     for name, run in runs.items():
         if not is_done(done, name, run):
-            origin = {"command": command, "hardware": hardware(device), "versions": versions()}  # several goes, and machines
-            done[name] = run_one(name) | origin | {"configuration": to_dict(run)}
+            done[name] = run_one(name) | made | {"configuration": to_dict(run)}  # several goes, and machines
             write()
     return write()
 
 
-def versions() -> dict[str, str]:
-    return {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()}
+def made_by(command: str, device: str) -> dict:
+    versions = {"vmd": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {"command": command, "hardware": hardware(device), "versions": versions}
 
 
-def collect(table: str, every: list[str], done: dict[str, dict], command: str, device: str) -> dict:
+def last_made(out: Path, command: str, device: str) -> dict:
+    """Of results that nothing is trained for: looking at them on another machine does not change where they are from."""
+    before = read_json(out / RESULTS_FILE) if (out / RESULTS_FILE).exists() else {}
+    return {key: before.get(key, now) for key, now in made_by(command, device).items()}
+
+
+def collect(table: str, every: list[str], done: dict[str, dict], made: dict) -> dict:
     """The results of all systems that are done, in the order of the table, each with its settings as it ran.
 
     Those that the table has no more come last.
@@ -129,10 +134,10 @@ def collect(table: str, every: list[str], done: dict[str, dict], command: str, d
     return {
         "name": table,
         "preset": "ours",
-        "command": command,
+        "command": made["command"],
         "seeds": sorted({run["training"]["seed"] for run in configurations.values()}),
-        "hardware": hardware(device),
-        "versions": versions(),
+        "hardware": made["hardware"],
+        "versions": made["versions"],
         "seconds": round(sum(p["training_seconds"] + p["measuring_seconds"] for p in parts.values()), 1),
         "configurations": configurations,
         "systems": {

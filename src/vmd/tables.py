@@ -467,21 +467,30 @@ def text_paired_table(results: dict) -> Table:
 YARDSTICKS = {"test_text": "other rows of the test text", "random_letters": "letters drawn one by one, as often as in text"}
 
 
+SAMPLE_METRICS = {  # the name of its column, and digits
+    "real_words": ("real words, %", 1),
+    "judged_bits": ("judge's bits", 3),
+    "counted_bits": ("n-gram judge's bits", 3),
+    "divergence": ("4-gram divergence", 4),
+    "entropy": ("own entropy, bits", 3),
+    "distinct": ("distinct 4-grams", 4),
+    "characters_per_second": ("characters/s", 0),
+}
+
+
 def text_samples_table(results: dict) -> Table:
     rows = [r for r in results["rows"] if "temperature" in r["setting"]]
-    metrics = ("real_words", "judged_bits", "divergence", "entropy", "distinct", "characters_per_second")
-    digits = {"real_words": 1, "judged_bits": 3, "divergence": 4, "entropy": 3, "distinct": 4, "characters_per_second": 0}
     lines = []
     for yardstick, name in YARDSTICKS.items():
         if found := results.get(yardstick):
-            lines.append([name, "", "", "", *("" if m not in found else f"{found[m]:.{digits[m]}f}" for m in metrics)])
+            cells = [f"{found[m]:.{digits}f}" if m in found else "" for m, (_, digits) in SAMPLE_METRICS.items()]
+            lines.append([name, "", "", "", *cells])
     for name, steps, rule in dict.fromkeys((r["system"], r["setting"]["steps"], r["setting"]["rule"]) for r in rows):
-        here = {m: find(rows, system=name, steps=steps, rule=rule, metric=m) for m in metrics}
+        here = {m: find(rows, system=name, steps=steps, rule=rule, metric=m) for m in SAMPLE_METRICS}
         nfe = next(row["setting"]["nfe"] for row in here.values() if row is not None)
-        cells = ["" if row is None else number(row["value"], digits[m], row["stderr"]) for m, row in here.items()]
+        cells = ["" if row is None else number(row["value"], SAMPLE_METRICS[m][1], row["stderr"]) for m, row in here.items()]
         lines.append([name, str(steps), str(nfe), rule, *cells])
-    names = ["real words, %", "judge's bits", "4-gram divergence", "own entropy, bits", "distinct 4-grams", "characters/s"]
-    return ["system", "steps per block", "NFE", "rule", *names], lines
+    return ["system", "steps per block", "NFE", "rule", *(name for name, _ in SAMPLE_METRICS.values())], lines
 
 
 def to_markdown(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -6,31 +6,23 @@ Every system is trained in a folder of its own and goes on from its checkpoints;
 
 import functools
 import hashlib
-import json
-import lzma
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vmd.config import InvalidInput, RunConfig, override_all, require, with_new_fields
-from vmd.data import TextData, load_data
-from vmd.data.text import cache_folder
-from vmd.evaluation import rows_per_pass, rows_per_score
-from vmd.files import make_folder, write_atomically
+from vmd.config import InvalidInput, RunConfig, require, with_new_fields
+from vmd.data import TextData
+from vmd.evaluation import rows_per_score
+from vmd.files import make_folder, read_json
 from vmd.likelihood import Bits, in_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.model import VMD, WEIGHTS_FILE
 from vmd.paired import NATS_FILE, pair_all, write_nats
-from vmd.presets import preset
 from vmd.progress import progress_bar
-from vmd.sampling import RULES
 from vmd.systems import (
     RESULTS_FILE,
     chosen_names,
@@ -38,251 +30,40 @@ from vmd.systems import (
     goes_on,
     is_done,
     is_of,
+    last_made,
+    made_by,
     read_done,
     run_systems,
     write_results,
 )
-from vmd.text_quality import Quality, judged_bits, random_letters, text_quality, words_of
-from vmd.training import check_attention, check_precision, fast_settings, precision, train
-
-# As in the paper: z of earlier blocks is seen through the clean stream, the encoder reads the doubled one.
-PAPER_Z = ("model.latent.encoder_stream=doubled", "model.latent.on_clean=true", "objective.kl_weight=1")
-LEARNED_Z = ("model.latent.prior=learned", "objective.kl_weight=1")
-
-
-@dataclass(frozen=True)
-class System:
-    """One row: a preset with settings. `judge`: only asked for its opinion of the others' samples."""
-
-    name: str
-    preset: str
-    block: int
-    settings: tuple[str, ...] = ()
-    judge: bool = False
-    second_seed: bool = False
-    times: int = 1  # as many training steps as the others
-    slow: bool = False  # too slow for a quick table
-    added_to: str = ""  # a system whose weights stay as they are: only what is new learns
-
-
-SAMPLES_FILE = "samples.jsonl.xz"  # small enough to be kept with the results, so that another judge can read them
-BY_COUNTS = ("objective.together=0",)
-ONE_STEP = (*BY_COUNTS, "objective.masking=steps", "objective.steps=1")
-
-SYSTEMS = (
-    System("judge: AR, larger", "text-mdm", 1, judge=True),
-    System("BD3-LM, r = 4", "text-mdm", 4),
-    System("codes, r = 4", "text", 4),
-    System("codes for one step, r = 4", "text", 4, ONE_STEP),
-    System("2048 codes, r = 4", "text", 4, ("model.latent.codes=2048",), slow=True),
-    System("draft, r = 4", "text-draft", 4),
-    System("draft for one step, r = 4", "text-draft", 4, ONE_STEP),
-    System("AR", "text-mdm", 1),
-    System("draft, r = 1", "text-draft", 1, BY_COUNTS),  # AR: what the head gains by reading the last tokens alone
-    System("MDLM", "text-mdm", 256),
-    System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z),
-    System("Gaussian, learned prior, r = 4", "text-gaussian", 4, LEARNED_Z),
-    System("BD3-LM, r = 8", "text-mdm", 8),
-    System("codes, r = 8", "text", 8),
-    System("draft for one step, r = 8", "text-draft", 8, ONE_STEP),
-    System("the paper's VMD, r = 8", "text-gaussian", 8, PAPER_Z),
-    System("codes, r = 16", "text", 16),
-    System("draft for one step, r = 16", "text-draft", 16, ONE_STEP),
-    System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
-    System("BD3-LM, r = 4, larger", "text-mdm", 4, ("model.mlp_ratio=6",)),  # 8.5 M: more parameters than with codes
-    System("BD3-LM, r = 4, second seed", "text-mdm", 4, second_seed=True),
-    System("codes, r = 4, second seed", "text", 4, second_seed=True),
-    System("draft for one step, r = 4, second seed", "text-draft", 4, ONE_STEP, second_seed=True),
+from vmd.text_samples import (
+    count_all,
+    judge_all,
+    sample_rows,
+    spread_over,
+    texts_at,
+    vocabulary,
+    yardstick_texts,
+    yardsticks,
 )
-
-JUDGE = SYSTEMS[0]
-
-
-def coded(codes: int, block: int, **more: Any) -> System:
-    return System(f"{codes} codes, r = {block}", "text", block, (f"model.latent.codes={codes}",), slow=codes > 256, **more)
-
-
-def variant(system: System, name: str, *settings: str, **more: Any) -> System:
-    """The same with one thing changed."""
-    name = f"{system.name}, {name}"
-    return replace(system, name=name, settings=(*system.settings, *settings), **more)
-
-
-BLIND, CODES_64 = System("no latent, r = 4", "text-mdm", 4), coded(64, 4)
-GAUSSIAN_Z = System("the paper's VMD, r = 4", "text-gaussian", 4, PAPER_Z)
-GAUSSIAN_PRIOR = System("Gaussian, learned prior, r = 4", "text-gaussian", 4, LEARNED_Z)
-DRAFT = System("draft, r = 4", "text-draft", 4)
-CODES_ADDED = replace(CODES_64, name="64 codes added, r = 4", added_to=BLIND.name)
-HALF_WHOLE = (*BY_COUNTS, "objective.whole=0.5")
-TRAINED_OTHERWISE = {"half whole": HALF_WHOLE, "for one step": ONE_STEP}
-
-SCAN = (
-    # How many codes, for how many tokens.
-    BLIND,
-    *(coded(codes, 4) for codes in (16, 64, 256, 1024, 4096)),
-    System("no latent, r = 8", "text-mdm", 8),
-    *(coded(codes, 8) for codes in (16, 64, 256, 1024)),
-    System("no latent, r = 16", "text-mdm", 16),
-    *(coded(codes, 16) for codes in (64, 256, 1024)),
-    # Where they enter.
-    variant(CODES_64, "additive head", "model.latent.head=additive"),
-    variant(CODES_64, "head of rank 16", "model.latent.head_dim=16"),
-    variant(CODES_64, "head of rank 512", "model.latent.head_dim=512", slow=True),
-    variant(CODES_64, "places alike", "model.latent.by_place=false"),
-    variant(coded(16, 4), "last layer too", "model.latent.code_layers=1", slow=True),
-    # What is trained. Codes and draft heads: masked tokens scored twice, as their presets have it (0.9 and 0.5 of the weight
-    # on those that are written together), or another share, or by mask counts as the paper does; or blocks masked whole
-    # more often, or always.
-    variant(CODES_64, "half together", "objective.together=0.5"),
-    *(variant(coded(64, block), "by counts", *BY_COUNTS) for block in (4, 8, 16)),
-    *(variant(system, name, *how) for system in (BLIND, CODES_64) for name, how in TRAINED_OTHERWISE.items()),
-    variant(coded(64, 8), "for one step", *ONE_STEP),
-    # What else may make tokens agree.
-    *(
-        variant(coded(64, block), name, "model.latent.kind=chain", *span)
-        for block in (4, 8)
-        for name, span in (("a chain", ()), ("a chain of two", (f"model.latent.span={block // 2}",)))
-    ),
-    GAUSSIAN_Z,
-    variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
-    GAUSSIAN_PRIOR,
-    variant(GAUSSIAN_PRIOR, "for one step", *ONE_STEP),
-    variant(GAUSSIAN_PRIOR, "for one step, four draws", *ONE_STEP, "objective.samples=4", slow=True),
-    DRAFT,
-    variant(DRAFT, "0.9 together", "objective.together=0.9"),
-    variant(DRAFT, "by counts", *BY_COUNTS),
-    variant(DRAFT, "for one step", *ONE_STEP),
-    variant(variant(DRAFT, "for one step", *ONE_STEP), "head of 1024", "model.draft=1024", slow=True),
-    *(System(f"draft, r = {block}", "text-draft", block) for block in (8, 16)),
-    System("no latent, r = 1", "text-mdm", 1),
-    System("draft, r = 1", "text-draft", 1, BY_COUNTS),
-    # What a trained model without a latent gains by a part that is added to it.
-    CODES_ADDED,
-    replace(DRAFT, name="draft added, r = 4", added_to=BLIND.name),
-    # Longer training.
-    *(variant(system, "four times as long", times=4, slow=True) for system in (BLIND, CODES_64, DRAFT)),
-    # Learning rates, beside the presets' 8e-3.
-    *(
-        variant(system, f"rate {rate:g}", f"training.learning_rate={rate:g}", slow=True)
-        for system in (BLIND, CODES_64, GAUSSIAN_Z, DRAFT)
-        for rate in (4e-3, 1.6e-2)
-    ),
-    # How much of all this is luck.
-    *(variant(system, "second seed", second_seed=True) for system in (BLIND, CODES_64)),
+from vmd.text_systems import (
+    FULL,
+    JUDGE,
+    QUICK,
+    SCAN,
+    SCAN_FULL,
+    SCAN_QUICK,
+    SYSTEMS,
+    Budget,
+    System,
+    folder_of,
+    planned,
+    quick_text,
+    read_text,
+    step_counts,
+    with_frozen_base,
 )
-
-
-@dataclass(frozen=True)
-class Budget:
-    length: int
-    settings: tuple[str, ...]
-    judge: tuple[str, ...]  # larger than the others
-    rows: int  # of the text, scored
-    draws: int  # samples of each way
-    iwae: int
-    split: str = "test"
-    steps_scored: int = 64  # of a bound with more: a row of one block has as many as it has characters
-
-
-FULL = Budget(
-    256,
-    ("training.steps=6000",),
-    ("model.width=512", "training.steps=3000"),  # 26 M parameters, within ten minutes too
-    2_000,
-    1_000,
-    16,
-)
-QUICK = Budget(
-    64,
-    (
-        "model.layers=2",
-        "model.heads=4",
-        "model.width=64",
-        "model.latent.encoder_layers=1",
-        "model.latent.dim=16",
-        "model.latent.codes=32",
-        "model.draft=64",
-        "training.steps=300",
-        "training.batch_size=32",
-        "training.warmup_steps=20",
-        "training.learning_rate=5e-3",
-        "training.ema=0.98",
-    ),
-    ("model.layers=3", "model.width=96"),
-    200,
-    50,
-    4,
-    steps_scored=8,
-)
-SHORT = ("training.steps=600", "training.warmup_steps=100", "training.ema=0.99")
-SCAN_FULL = Budget(256, SHORT, (), 1_000, 0, 8, "validation")
-SCAN_QUICK = replace(QUICK, draws=0, split="validation")
-
-
-def quick_text() -> Path:
-    """Some English that is on every machine with Python: its own documentation, in letters and spaces. Kept in the cache."""
-    from pydoc_data.topics import topics
-
-    letters = "".join(c if "a" <= c <= "z" else " " for c in " ".join(topics.values()).lower())
-    text, path = " ".join(letters.split()), cache_folder() / "quick.txt"
-    if not path.is_file() or path.read_text() != text:
-        make_folder(path.parent)
-        write_atomically(path, text)
-    return path
-
-
-def read_text(source: str, budget: Budget, split: str, seed: int = 0) -> TextData:
-    data = load_data(source, seed, length=budget.length, tokenizer="char", split=split)
-    if not isinstance(data, TextData):
-        raise InvalidInput(f"--data {source}: expected a text")
-    return data
-
-
-def planned(system: System, budget: Budget, name: str, overrides: list[str], data: TextData, device: str) -> RunConfig:
-    """With all overrides applied and checked; those of what makes the system what it is are refused."""
-    own = {"model.block_size", *(setting.partition("=")[0] for setting in system.settings)}
-    for setting in overrides:
-        field = setting.partition("=")[0].strip()
-        require(field not in own, f"--set {setting}: expected no {field}, which is this system's own")
-    block = min(system.block, budget.length)
-    model = preset(system.preset).model
-    has = {"model.latent": model.has_latent, "model.draft": model.draft > 0}
-    size = [s for s in budget.settings if all(s.startswith(part) <= there for part, there in has.items())]
-    size += budget.judge if system.judge else ()
-    settings = [f"model.length={budget.length}", f"model.block_size={block}", *size, *system.settings]
-    itself = override_all(preset(system.preset), settings).model
-    run = override_all(preset(system.preset), [*settings, *overrides])
-    same = (run.model.latent.kind, run.model.draft > 0) == (itself.latent.kind, itself.draft > 0)
-    require(same, f"--set {' '.join(overrides)}: expected the latent and the draft head that this system has")
-    training = replace(run.training, seed=run.training.seed + system.second_seed, steps=run.training.steps * system.times)
-    run = replace(run, training=training)
-    run = replace(run, model=run.model.resolved(data.length, data.vocab_size, data.symbols))
-    chosen = {setting.partition("=")[0].strip() for setting in overrides}
-    fast = {field: v for field, v in fast_settings(run, device).items() if f"training.{field}" not in chosen}
-    run = replace(run, training=replace(run.training, **fast), data=replace(run.data, name=name))
-    check_precision(run.training, device)
-    check_attention(run.training, run.model)
-    run.objective.check(run.model)
-    return run
-
-
-def with_frozen_base(run: RunConfig, system: System, chosen: list[str], done: dict[str, dict], out: Path) -> RunConfig:
-    """With the weights of another system of the table, frozen."""
-    folder = folder_of(out, system)
-    there = system.name in chosen or (system.name in done and (folder / WEIGHTS_FILE).is_file())
-    require(there, f"it begins with {system.name}: expected that to be done, or --only {system.name!r} too")
-    return replace(run, training=replace(run.training, init=str(folder), freeze=True))
-
-
-# Measuring
-
-
-def step_counts(run: RunConfig) -> list[int]:
-    """Steps per block: few, and all. A model of one block is compared at as many evaluations as blocks of four."""
-    r, length = run.model.block_size, run.model.length
-    few = (length // 4, length // 2) if r == length else (1, 2, 4, 8)
-    trained = run.objective.steps if run.objective.masking == "steps" else ()
-    return sorted({count for count in (*few, *trained, r) if 1 <= count <= r})
+from vmd.training import train
 
 
 def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> tuple[list[dict], dict[int, Tensor]]:
@@ -343,92 +124,6 @@ def objective_nats(model: VMD, x0: Tensor, *, score_entropy: bool = False, draws
     return totals
 
 
-def sample_rows(
-    model: VMD, run: RunConfig, data: TextData, reference: list[str], words: set[str], draws: int, folder: Path
-) -> list[dict]:
-    """Samples at temperature 1: real words, n-grams, variety, and how long they took. They are kept in the folder."""
-    rows, kept = [], []
-    config = model.config
-    z = "once" if config.z_reaches_later_blocks else "fresh"
-    for steps in step_counts(run):
-        for rule in RULES:
-            if rule == "argmax" and not config.has_latent:
-                continue  # it writes one text for ever
-            generator = torch.Generator(model.device).manual_seed(0)
-            options: dict[str, Any] = {
-                "steps": steps,
-                "order": "random",
-                "rule": rule,
-                "z": z,
-                "batch_size": rows_per_pass(model),
-            }
-            with precision("tf32" if model.device.type == "cuda" else "float32"):
-                if model.device.type == "cuda":  # kernels are loaded by the first draw, which is not timed
-                    model.sample(min(draws, rows_per_pass(model)), **options)
-                started = time.perf_counter()
-                drawn = model.sample(draws, generator=generator, **options)
-                tokens = drawn.tokens.cpu()
-                seconds = time.perf_counter() - started
-            texts = [data.tokenizer.decode(row.numpy()) for row in tokens]
-            setting = {"steps": steps, "nfe": drawn.nfe, "order": "random", "rule": rule, "n": draws}
-            setting |= {"z": z if config.has_latent else "none", "temperature": 1}
-            quality = text_quality(texts, reference, words)
-            errors = {"real_words": quality.real_words_stderr}
-            found = known(quality) | {"characters_per_second": tokens.numel() / seconds}
-            rows += [{"setting": setting, "metric": m, "value": v, "stderr": errors.get(m)} for m, v in found.items()]
-            kept += [json.dumps({"setting": setting, "text": text}) for text in texts]
-    write_atomically(folder / SAMPLES_FILE, lzma.compress("".join(line + "\n" for line in kept).encode()))
-    return rows
-
-
-def judged_rows(judge: VMD, data: TextData, folder: Path) -> list[dict]:
-    """What the judge thinks of the samples that are kept in a folder."""
-    path = folder / SAMPLES_FILE
-    drawn: dict[str, list[Tensor]] = {}
-    try:
-        for line in lzma.decompress(path.read_bytes()).decode().splitlines():
-            sample = json.loads(line)
-            tokens = torch.from_numpy(data.tokenizer.encode(sample["text"])).long()
-            require(len(tokens) == data.length, "a sample of another length")
-            drawn.setdefault(json.dumps(sample["setting"]), []).append(tokens)
-    except (lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError, InvalidInput):
-        raise InvalidInput(f"{path}: expected samples as `vmd reproduce text` keeps them") from None
-    rows = []
-    for setting, some in drawn.items():
-        bits, error = judged_bits(judge, torch.stack(some))
-        rows.append({"setting": json.loads(setting), "metric": "judged_bits", "value": bits, "stderr": error})
-    return rows
-
-
-def spread_over(rows: np.ndarray, count: int) -> np.ndarray:
-    """So many of them, from all over the text: neighbours are of one article."""
-    return rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64)]
-
-
-def yardsticks(data: TextData, scored: np.ndarray, words: set[str], count: int) -> dict[str, dict]:
-    """The figures of as many texts as samples: rows of the text that are not in the reference, and letters drawn one by one.
-
-    Figures of n-grams depend on how many there are, and no text is as near to the reference as the reference.
-    """
-
-    def texts(rows: np.ndarray) -> list[str]:
-        return [data.tokenizer.decode(row.numpy()) for row in data.rows_at(rows)] if len(rows) else []
-
-    reference = texts(scored)
-    others = spread_over(np.setdiff1d(np.arange(len(data)), scored), count)
-    made = {"test_text": texts(others), "random_letters": random_letters(reference, count)}
-    return {name: known(text_quality(some, reference, words)) if some else {} for name, some in made.items()}
-
-
-def known(quality: Quality) -> dict[str, float]:
-    """Without the share of real words where there are no words, and without its error."""
-    values = quality._replace(real_words_stderr=None)._asdict()
-    return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
-
-
-# The whole
-
-
 def reproduce_text(
     *,
     out: Path,
@@ -479,12 +174,14 @@ def reproduce_text(
     for name in needed.intersection(done, chosen):
         if not (folder_of(out, systems[name]) / WEIGHTS_FILE).is_file():
             del done[name]
+    trains = any(not is_done(done, name, run) for name, run in runs.items())
+    made = made_by(command, device) if trains else last_made(out, command, device)
     make_folder(out)
     if not data:
         on_note("text: Python's own documentation, in letters and spaces; --data gives another")
     spread = spread_over(np.arange(len(tested)), budget.rows)
     x0 = tested.rows_at(spread).long().to(device)
-    reference = [tested.tokenizer.decode(row.numpy()) for row in x0.cpu()]
+    reference = texts_at(tested, spread)
     scored = hashlib.sha256(x0.cpu().numpy().tobytes()).hexdigest()
     for name, part in done.items():
         same = part.get("scored_sha256") == scored
@@ -495,9 +192,15 @@ def reproduce_text(
         on_note("reading the words of the training text")
         return vocabulary(trained)
 
+    beside = yardstick_texts(tested, spread, budget.draws) if budget.draws else {}
+
     @functools.cache
     def known_figures() -> dict[str, dict]:
-        return yardsticks(tested, spread, words(), budget.draws)
+        figures = yardsticks(beside, reference, words())
+        before = read_json(out / RESULTS_FILE) if (out / RESULTS_FILE).is_file() else {}
+        for name, figure in figures.items():  # counted anew with new samples alone
+            figure |= {m: v for m, v in (before.get(name) or {}).items() if m == "counted_bits"}
+        return figures
 
     def run_system(name: str) -> dict:
         system, run = systems[name], runs[name]
@@ -517,13 +220,17 @@ def reproduce_text(
         return about | {"rows": [{"system": name} | row for row in rows]}
 
     def write() -> dict:
-        results = collect(table, list(systems), done, command, device) | {"data": Path(source).name}
+        results = collect(table, list(systems), done, made) | {"data": Path(source).name}
         if budget.draws:
             results |= known_figures()
         return write_results(results, out)
 
-    results = run_systems(runs, done, command, device, run_system, write)
+    results = run_systems(runs, done, made, run_system, write)
     if budget.draws and judge_all(systems, done, tested, out, device, on_note):
+        results = write()
+    if budget.draws and (bits := count_all(systems, done, trained, tested, beside, out)):
+        for name, value in bits.items():
+            known_figures()[name]["counted_bits"] = value
         results = write()
     files = {name: folder_of(out, system) / NATS_FILE for name, system in systems.items()}
     if not scan and pair_all(done, files, scored, budget.length):
@@ -547,33 +254,6 @@ def require_same_base(systems: dict[str, System], runs: dict[str, RunConfig], do
             require(same, told)
 
 
-def judge_all(
-    systems: dict[str, System], done: dict[str, dict], data: TextData, out: Path, device: str, on_note: Callable[[str], None]
-) -> bool:
-    """Of all systems whose samples are here, whether the judge was trained before or after them. True: there is news."""
-    judge, news = find_judge(out, device), False
-    if judge is None:
-        on_note(f"no judge is trained here, so that samples are not judged: --only '{JUDGE.name}' trains it")
-        return news
-    who = hashlib.sha256((folder_of(out, JUDGE) / WEIGHTS_FILE).read_bytes()).hexdigest()
-    for name, part in done.items():
-        if name not in systems or systems[name].judge:
-            continue
-        folder = folder_of(out, systems[name])
-        kept = (folder / SAMPLES_FILE).is_file()
-        which = [who, hashlib.sha256((folder / SAMPLES_FILE).read_bytes()).hexdigest() if kept else ""]
-        before = part.get("judged", ["", ""])
-        if before == which or (not kept and before[0] == who):  # these samples, by this judge
-            continue
-        if not kept:
-            on_note(f"{name}: no {SAMPLES_FILE} is kept, so that its samples are not judged")
-        judged = [{"system": name} | row for row in judged_rows(judge, data, folder)] if kept else []
-        part["rows"] = [row for row in part["rows"] if row["metric"] != "judged_bits"] + judged
-        part["judged"] = which
-        news = True
-    return news
-
-
 def require_same_text(out: Path, done: dict[str, dict], source: str, sha256: str, length: int) -> None:
     """Systems of one table are trained on the same text and measured on the same rows."""
     for part in done.values():
@@ -583,24 +263,6 @@ def require_same_text(out: Path, done: dict[str, dict], source: str, sha256: str
         require(same, f"{out} holds a run of {text} in rows of {characters}: expected that, or another --out")
         same = part.get("text_sha256", sha256) == sha256
         require(same, f"{out} holds a run of another {text}, of other content: expected that, or another --out")
-
-
-def vocabulary(data: TextData, at_once: int = 4_096) -> set[str]:
-    """The words of the whole training text."""
-    words: set[str] = set()
-    for start in range(0, len(data), at_once):
-        rows = data.in_order(start, min(at_once, len(data) - start))
-        words |= set(words_of(data.tokenizer.decode(row.numpy()) for row in rows))
-    return words
-
-
-def folder_of(out: Path, system: System) -> Path:
-    return out / "".join(c if c.isalnum() else "-" for c in system.name)
-
-
-def find_judge(out: Path, device: str) -> VMD | None:
-    folder = folder_of(out, JUDGE)
-    return VMD.from_pretrained(folder, device).eval() if (folder / "model.safetensors").is_file() else None
 
 
 def train_system(system: System, run: RunConfig, data: TextData, out: Path, device: str, resume: bool) -> tuple[VMD, dict]:
