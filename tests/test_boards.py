@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from command import TINY, refused, save_rows, settings, succeeds
 from vmd.boards import heat
-from vmd.cli import read_log
+from vmd.runs import read_log
 
 
 def events(folder) -> EventAccumulator:

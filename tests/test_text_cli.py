@@ -475,7 +475,7 @@ def test_a_step_that_does_not_fit_is_said_with_what_would(monkeypatch):
 
 @pytest.mark.parametrize(("fits", "noted"), [(1, False), (4, True)])
 def test_one_is_told_of_a_step_that_may_not_fit(source, tmp_path, monkeypatch, fits, noted):
-    monkeypatch.setattr("vmd.cli.parts_that_fit", lambda run: fits)
+    monkeypatch.setattr("vmd.runs.parts_that_fit", lambda run: fits)
     told = succeeds("train", "text", "--data", source, "--out", tmp_path / "out", "--device", "cpu", *SMALL).err
     assert ("may not fit in this machine's memory: --set training.accumulate=4" in told) is noted
 
@@ -485,7 +485,7 @@ def test_one_is_told_of_a_run_that_takes_days_on_a_cpu(source, tmp_path, monkeyp
     assert 0.001 < days_on_a_cpu(sized("text-small")) < 0.01
     arguments = ("train", "text", "--data", source, "--device", "cpu", *SMALL)
     assert "takes some" not in succeeds(*arguments, "--out", tmp_path / "small").err
-    monkeypatch.setattr("vmd.cli.days_on_a_cpu", lambda run: 15.2)
+    monkeypatch.setattr("vmd.runs.days_on_a_cpu", lambda run: 15.2)
     told = succeeds(*arguments, "--out", tmp_path / "long").err
     assert "takes some 15.2 days\n" in told  # as small as one may want it
     told = succeeds(*arguments, "--set", "model.width=132", "--out", tmp_path / "large").err

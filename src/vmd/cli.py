@@ -15,35 +15,27 @@ import typer
 
 from vmd.config import (
     InvalidInput,
-    LatentConfig,
-    RunConfig,
     flatten,
-    from_dict,
     override_all,
     require,
     require_choice,
     to_dict,
 )
 from vmd.files import TOKENIZER_FILE
+from vmd.runs import read_log, run_as_it_began, run_files, sized_as_it_began, train_run
 from vmd.terminal import (
-    CPU_SPEED,
     Watch,
     check_array_path,
     complain,
     data_to_score,
-    days_on_a_cpu,
-    describe,
     first_process,
     lost_others,
     parse_counts,
     parse_seeds,
-    parts_that_fit,
     pick_device,
     prompt_row,
-    saved,
     say,
     several_processes,
-    short,
     show,
     trained_fixed,
     usual_z,
@@ -248,201 +240,6 @@ def train(
     begins = bool(run.training.init) or not run.training.freeze
     require(begins, "training.freeze=true: expected with --init: what is frozen must have been trained")
     train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
-
-
-def run_as_it_began(path: Path) -> RunConfig:
-    from vmd.files import read_json
-
-    kept = read_json(path)
-    if isinstance(kept, dict):
-        kept.pop("text_sha256", None)
-    return from_dict(RunConfig, kept, str(path))
-
-
-def sized_as_it_began(run: RunConfig, folder: Path, resume: bool, chosen: set[str]) -> RunConfig:
-    """A run that starts from a trained model has its sizes, where the user gave none; one that goes on has its own."""
-    from dataclasses import replace
-
-    from vmd.model import SAME_NETWORK, VMD, model_folder
-
-    init = run.training.init or (str(saved(folder, "training").get("init") or "") if resume else "")
-    if not init:
-        return run
-    if resume:
-        sizes = saved(folder, "model")
-    else:
-        itself = model_folder(init).resolve() == folder.resolve()
-        require(not itself, f"--init {init}: expected another folder than --out, which is written anew")
-        sizes = to_dict(VMD.from_pretrained(init).config)
-    fields = [
-        field for field in (*SAME_NETWORK, "length", "block_size") if field in sizes and f"model.{field}" not in chosen
-    ]
-    model = replace(run.model, **{field: sizes[field] for field in fields})
-    latent = sizes.get("latent", {})
-    if latent.get("kind") == model.latent.kind and not any(field.startswith("model.latent") for field in chosen):
-        model = replace(model, latent=from_dict(LatentConfig, latent, "model.latent"))
-    return replace(run, model=model, training=replace(run.training, init=init))
-
-
-def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
-    """The data of a run, of text in the tokens of a model, if given. What is not prepared yet is, with a bar of its own."""
-    from vmd.data import load_data
-    from vmd.progress import percent_bar
-
-    about = run.data
-    with percent_bar(f"preparing {about.name}") as on_progress:
-        return load_data(
-            about.name,
-            run.training.seed,
-            length=run.model.length,
-            tokenizer=about.tokenizer or tokenizer or "",
-            documents=about.documents,
-            split=split,
-            on_progress=on_progress,
-            puzzles=about.puzzles,
-            augment=about.augment,
-            layout=about.layout,
-        )
-
-
-LOOKS, ROWS_LOOKED_AT = 10, 32
-
-
-def look_at_validation(model: Any, run: RunConfig, tokenizer: Any) -> Any:
-    """Of text: what a few rows of the validation part cost, some ten times in a run. None where there are none."""
-    import numpy as np
-
-    from vmd.evaluation import bits_in_passing
-
-    try:
-        held_out = open_data(run, "validation", tokenizer)
-    except InvalidInput:  # too short a text
-        return None
-    count = min(ROWS_LOOKED_AT, len(held_out))
-    rows = held_out.rows_at(np.arange(count) * len(held_out) // count).long().to(model.device)
-    r = model.config.block_size
-    steps = sorted(run.objective.steps if run.objective.masking == "steps" else {1, r} if r <= 16 else {r})
-
-    def look(step: int) -> dict[str, float]:
-        found = bits_in_passing(model, rows, steps)
-        bits = ", ".join(f"{found[f'bits_{n}']:.3f} in {n} step{'s' if n > 1 else ''} per block" for n in steps)
-        say(f"step {step}: validation text takes {bits} (certified bits per token, {count} rows)")
-        return found
-
-    return look
-
-
-def run_files(folder: Path) -> list[Path]:
-    """What a run writes, and what a new run in the same folder would replace."""
-    from vmd.checkpoints import checkpoint_files
-
-    names = ("run.json", "metrics.jsonl", "config.json", "model.safetensors", TOKENIZER_FILE)
-    return [*(folder / name for name in names), *checkpoint_files(folder)]
-
-
-def train_run(
-    run: RunConfig, folder: Path, resume: bool, device: str, *, fast: bool, chosen: set[str], tensorboard: bool
-) -> None:
-    """`chosen`: the fields that the user set, which `fast` leaves alone."""
-    from dataclasses import replace
-
-    from vmd import presets
-    from vmd.boards import BOARD_FOLDER, Board
-    from vmd.data import TextData, is_text
-    from vmd.data.arrays import parse_positions
-    from vmd.data.tokenizers import model_tokenizer
-    from vmd.diagnostics import advice
-    from vmd.distributed import by_the_first, one_after_the_first, rank, world_size
-    from vmd.evaluation import diagnose_model
-    from vmd.files import claimed, make_folder, remove_together, write_atomically
-    from vmd.model import VMD, model_folder, start_from
-    from vmd.progress import progress_bar
-    from vmd.training import check_attention, check_precision, fast_settings, freeze, train
-
-    tokens = None
-    if run.training.init and is_text(run.data.name):  # of a run that goes on: its own
-        tokens = model_tokenizer(folder if resume else model_folder(run.training.init))
-    with one_after_the_first():  # who prepares the data for all
-        data = open_data(run, "train", tokens)
-    same = tokens is None or data.tokenizer.to_dict() == tokens.to_dict()
-    require(same, f"{run.data.name}: text in other tokens than those of {run.training.init}: expected the same tokenizer")
-    run = replace(
-        run, model=run.model.resolved(data.length, data.vocab_size, data.symbols if data.vocab_size <= 1024 else ())
-    )
-    parse_positions(run.data.fixed, data.length)
-    better = {name: v for name, v in fast_settings(run, device).items() if fast and f"training.{name}" not in chosen}
-    if better:
-        run = replace(run, training=replace(run.training, **better))
-        said = ", ".join(f"{name}={str(value).lower()}" for name, value in better.items())
-        say(f"for speed: {said} (--no-fast: the plain path; --set training.FIELD=... for one of them)")
-    check_precision(run.training, device)
-    check_attention(run.training, run.model)
-    run.objective.check(run.model)
-    if device == "cpu" and (parts := parts_that_fit(run)) > run.training.accumulate:
-        say(f"note: such a step may not fit in this machine's memory: --set training.accumulate={parts} makes it in parts")
-    if device == "cpu" and not resume and (days := days_on_a_cpu(run)) > 1:
-        larger = is_text(run.data.name) and run.model.width > presets.preset("text-small").model.width
-        smaller = ": preset text-small takes minutes" if larger else ""
-        say(f"note: this run is for a GPU; a CPU of {CPU_SPEED / 1e9:.0f} GFLOP/s takes some {days:.1f} days{smaller}")
-    model = VMD(run.model, seed=run.training.seed).to(device)
-    if run.training.init and not resume:
-        start_from(model, run.training.init)  # which fails, if it does, before anything is written
-    if run.training.freeze:
-        freeze(VMD(run.model), run.training)
-    boards: list[Board] = []
-
-    def begin() -> None:
-        if tensorboard:
-            boards.append(Board(folder, model, run.training, on_note=say))
-        if resume:
-            return
-        make_folder(folder)  # a new run, in a new folder or by --overwrite
-        with claimed(folder):  # not under the feet of another run
-            unfinished = [*folder.glob("*.partial"), *(folder / "checkpoints").glob("*.partial")]
-            remove_together([*run_files(folder), *unfinished, folder / BOARD_FOLDER], folder)
-        if isinstance(data, TextData):
-            write_atomically(folder / TOKENIZER_FILE, json.dumps(data.tokenizer.to_dict()))
-
-    by_the_first(begin)
-    looks: dict[str, Any] = {}
-    if isinstance(data, TextData) and world_size() == 1:
-        every = -(-run.training.steps // (LOOKS * run.training.log_every)) * run.training.log_every
-        looks = {"on_look": look_at_validation(model, run, tokens), "look_every": every}
-    started = False
-    with ExitStack() as stack:
-        for board in boards:
-            stack.enter_context(board)
-        update = stack.enter_context(progress_bar(f"vmd train {run.data.name}", run.training.steps))
-
-        by_paper = not run.model.bounded_by_counts and run.objective.masking != "steps" and not run.objective.together
-        loss = "surrogate" if by_paper else "loss"
-
-        def on_step(done: int, record: dict | None) -> None:
-            nonlocal started
-            if not started:
-                say(describe(model.parameter_counts()))
-                steps, warmup = run.training.steps, run.training.warmup_steps
-                if warmup > steps:
-                    say(f"training.warmup_steps={warmup}: the learning rate does not reach its value in {steps} steps")
-                started = True
-            text = ""
-            if record is not None:
-                kl = "" if record["kl"] is None else f" kl {record['kl']:.4f}"
-                text = f"{loss} {record['total']:.4f}{kl}, {short(record['tokens_per_second'])} tokens/s"
-            update(done, text)
-            for board in boards:
-                board.show(done, record)
-
-        train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say, **looks)
-    if rank() != 0:
-        return
-    if world_size() > 1:  # whose weights may be spread over processes
-        model = VMD.from_pretrained(folder, device)
-    carried = diagnose_model(model, data, fixed=run.data.fixed)
-    warning = None if carried is None else advice(carried, run.model.latent.kind)
-    if warning is not None:
-        say(f"warning: {warning}")
-    say(f"model: {folder}")
 
 
 @app.command()
@@ -772,24 +569,6 @@ def plot(
     draw_curves(logs, shown, against, out)
     missing = [name for name in wanted if name not in known and metric is not None]
     say(f"picture: {out}" + (f" (no such field: {', '.join(missing)})" if missing else ""))
-
-
-def read_log(run: Path) -> list[dict]:
-    """The records of a run, less a last line that is still being written."""
-    path = run / "metrics.jsonl" if run.is_dir() else run
-    require(path.is_file(), f"{run}: expected a run folder with metrics.jsonl")
-    from vmd.files import read_text
-
-    records = []
-    for line in read_text(path).splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record:
-            records.append(record)
-    require(bool(records), f"{path}: no log lines in it: expected the log of `vmd train`")
-    return records
 
 
 @app.command()
