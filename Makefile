@@ -17,6 +17,7 @@ readme: .venv/ready
 	$(BIN)/vmd report
 	$(BIN)/vmd report --readme docs/likelihood.md
 	$(BIN)/vmd report --readme docs/performance.md
+	$(BIN)/vmd report --readme docs/reproduce.md
 	$(BIN)/vmd report --readme docs/sudoku.md
 	$(BIN)/vmd report --readme docs/text.md
 
