@@ -33,6 +33,7 @@ from vmd.text_quality import Quality, judged_bits, random_letters, text_quality
 from vmd.text_samples import SAMPLES_FILE, known, vocabulary
 from vmd.text_systems import (
     FULL,
+    PAPER,
     QUICK,
     SCAN,
     SCAN_FULL,
@@ -419,6 +420,20 @@ def test_perplexities_and_minutes_are_those_of_the_rows(whole):
         )
         assert cells["perplexity"] == f"{2**bits:.3f}"
         assert cells["minutes"] == f"{about['training_seconds'] / 60:.1f}"
+
+
+def test_the_paper_s_perplexities_stand_beside_the_bits_at_all_steps_of_text8_alone(whole):
+    assert {row["paper"] for row in whole.results["rows"]} == {None}  # of another text, in short rows
+    assert {line[text_bits_table(whole.results)[0].index("printed")] for line in text_bits_table(whole.results)[1]} == {""}
+    for name, perplexity in PAPER.items():
+        block = BY_NAME[name].block
+        rows = [{"system": name, "metric": m, "setting": {"steps": n}} for m in ("bits", "real_words") for n in (block, 0)]
+        assert [text_table.printed(row, BY_NAME[name]) for row in rows] == [math.log2(perplexity), None, None, None]
+    rows = [row | {"paper": text_table.printed(row, BY_NAME[row["system"]])} for row in whole.results["rows"]]
+    headers, lines = text_bits_table(whole.results | {"rows": rows})
+    shown = {line[0]: line[headers.index("printed")] for line in lines if line[headers.index("printed")]}
+    expected = {name: value for name, value in PAPER.items() if BY_NAME[name].block < 256}  # rows here are of 16 letters
+    assert shown == {name: f"{value:.3f}" for name, value in expected.items()}
 
 
 def test_parameters_are_all_that_sampling_needs_and_an_encoder_apart():

@@ -6,6 +6,7 @@ Every system is trained in a folder of its own and goes on from its checkpoints;
 
 import functools
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,7 @@ from vmd.text_samples import (
 from vmd.text_systems import (
     FULL,
     JUDGE,
+    PAPER,
     QUICK,
     SCAN,
     SCAN_FULL,
@@ -221,6 +223,10 @@ def reproduce_text(
 
     def write() -> dict:
         results = collect(table, list(systems), done, made) | {"data": Path(source).name}
+        comparable = not (scan or quick) and results["data"].startswith("text8")
+        results["rows"] = [
+            row | {"paper": printed(row, systems.get(row["system"])) if comparable else None} for row in results["rows"]
+        ]
         if budget.draws:
             results |= known_figures()
         return write_results(results, out)
@@ -236,6 +242,12 @@ def reproduce_text(
     if not scan and pair_all(done, files, scored, budget.length):
         results = write()
     return results
+
+
+def printed(row: dict, system: System | None) -> float | None:
+    """The paper's perplexity, in bits: of the bound at all steps, or of what it took for one."""
+    whole = row["metric"] == "bits" and system is not None and row["setting"]["steps"] == system.block
+    return math.log2(PAPER[row["system"]]) if whole and row["system"] in PAPER else None
 
 
 def require_same_base(systems: dict[str, System], runs: dict[str, RunConfig], done: dict[str, dict], out: Path) -> None:
