@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmd.config import InvalidInput
-from vmd.counting import counted_bits, counted_nats, discounts, longest_ngram, ngram_ids, tally
+from vmd.counting import beginnings, counted_bits, counted_nats, discounts, longest_ngram, ngram_ids, tally
 
 texts = st.integers(2, 4).flatmap(
     lambda vocab: st.tuples(st.just(vocab), st.lists(st.integers(0, vocab - 1), min_size=6, max_size=60))
@@ -18,28 +18,34 @@ texts = st.integers(2, 4).flatmap(
 
 
 def by_dictionaries(text: list[int], row: list[int], vocab: int, n: int) -> list[float]:
-    """The formula, one n-gram at a time."""
+    """The formula, one n-gram at a time. Shorter n-grams are those that something follows."""
 
     def occurrences(k: int) -> Counter:
         return Counter(tuple(text[i : i + k]) for i in range(len(text) - k + 1))
 
-    def counts(k: int) -> Counter:
-        return occurrences(k) if k == n else Counter(gram[1:] for gram in occurrences(k + 1))
+    def often(k: int) -> Counter:
+        if k == n:
+            return occurrences(n)
+        found: Counter = Counter()
+        for gram, count in occurrences(k + 1).items():
+            found[gram[:-1]] += count
+        return found
 
-    tables = {k: counts(k) for k in range(1, n + 1)}
-    taken = {k: discounts(np.array(list(tables[k].values()))) for k in tables}
+    how_often = {k: often(k) for k in range(1, n + 1)}
+    how_many_before = {k: Counter(gram[1:] for gram in occurrences(k + 1)) for k in range(1, n)}
 
-    def p(context: tuple[int, ...], x: int) -> float:
-        shorter = p(context[1:], x) if context else 1 / vocab
-        k = len(context) + 1
-        after = {y: tables[k][(*context, y)] for y in range(vocab) if tables[k][(*context, y)]}
+    def p(tables: dict[int, Counter], context: tuple[int, ...], x: int) -> float:
+        shorter = p(how_many_before, context[1:], x) if context else 1 / vocab
+        table = tables[len(context) + 1]
+        taken = discounts(np.array(list(table.values())))
+        after = {y: table[*context, y] for y in range(vocab) if table[*context, y]}
         if not after:
             return shorter
-        left = sum(taken[k][min(c, 3)] for c in after.values())
-        own = after[x] - taken[k][min(after[x], 3)] if x in after else 0.0
+        left = sum(taken[min(c, 3)] for c in after.values())
+        own = after[x] - taken[min(after[x], 3)] if x in after else 0.0
         return (own + left * shorter) / sum(after.values())
 
-    return [-math.log(p(tuple(row[max(0, i - n + 1) : i]), x)) for i, x in enumerate(row)]
+    return [-math.log(p(how_often, tuple(row[max(0, i - n + 1) : i]), x)) for i, x in enumerate(row)]
 
 
 @given(texts, st.integers(1, 4), st.data())
@@ -58,7 +64,7 @@ def test_all_rows_together_have_probability_one(drawn, n):
 
 
 def test_what_was_never_seen_is_possible():
-    nats = counted_nats(np.zeros(50, np.uint8), np.array([[0, 1, 2, 0]]), 3)
+    nats = counted_nats(np.zeros(50, np.uint8), np.array([[0, 1, 2, 0]]), 3, 4)
     assert np.isfinite(nats).all()
     assert nats[0, 1] > nats[0, 0]
 
@@ -76,7 +82,20 @@ def test_a_text_s_own_law_costs_its_entropy_and_another_costs_more():
     assert error is not None
     assert error < 0.01
     assert counted_bits(counted_nats(text, random.permutation(rows.ravel()).reshape(-1, 10), 8, 2))[0] > 4
-    assert counted_bits(np.array([[math.log(2), 3 * math.log(2)]])) == (pytest.approx(2), None)
+
+
+def test_bits_are_a_mean_over_rows_with_its_standard_error():
+    ln2 = math.log(2)
+    assert counted_bits(np.array([[ln2, 3 * ln2]])) == (pytest.approx(2), None)
+    rows = np.array([[ln2, 3 * ln2], [5 * ln2, ln2], [4 * ln2, 4 * ln2]])  # 2, 3 and 4 bits: a deviation of one
+    assert counted_bits(rows) == (pytest.approx(3), pytest.approx(1 / math.sqrt(3)))
+
+
+def test_the_first_tokens_of_a_row_are_judged_by_how_often_they_occur():
+    """Not by how many tokens they follow, which is for contexts that do not help: half of the text is one letter."""
+    text = np.tile([0, 1, 0, 2, 0, 3, 0, 4], 500)
+    nats = counted_nats(text, np.array([[0, 1, 0], [4, 0, 1]]), 5, 3)
+    np.testing.assert_allclose(np.exp(-nats), [[1 / 2, 1 / 4, 1], [1 / 8, 1, 1]], atol=0.01)
 
 
 def test_longer_contexts_tell_more_of_a_text_that_has_them():
@@ -108,12 +127,15 @@ def test_ngrams_are_as_long_as_an_integer_allows():
     assert ngram_ids(np.full(13, 26, np.uint8), 13, 27).tolist() == [27**13 - 1]
     with pytest.raises(InvalidInput, match="13-grams of 29 tokens: expected at most 12"):
         counted_nats(np.zeros(20, np.uint8), np.zeros((1, 20), np.uint8), 29, 13)
-    assert counted_nats(np.zeros(3, np.uint8), np.zeros((2, 2), np.uint8), 29).shape == (2, 2)  # no longer than the rows
+    assert counted_nats(np.zeros(9, np.uint8), np.zeros((2, 2), np.uint8), 29, 12).shape == (2, 2)  # no longer than the rows
+    assert counted_nats(np.zeros(3, np.uint8), np.zeros((2, 9), np.uint8), 29, 12).shape == (2, 9)  # nor than the text
 
 
 def test_tally_by_hand():
     found, counts = tally(np.array([3, 1, 3, 3, 2]))
     assert (found.tolist(), counts.tolist()) == ([1, 2, 3], [1, 1, 3])
+    found, counts = beginnings(np.array([11, 12, 15, 30, 42]), np.array([1, 2, 3, 4, 5]), 10)
+    assert (found.tolist(), counts.tolist()) == ([1, 3, 4], [6, 4, 5])
 
 
 def test_progress_is_told_for_every_order():

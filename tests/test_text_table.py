@@ -473,7 +473,7 @@ def test_figures_of_samples_are_those_of_the_same_samples(whole, name, rule, ste
     here = [row for row in rows_of(whole.results, name) if wanted <= row["setting"].items()]
     found = {row["metric"]: row["value"] for row in here}
     assert found.pop("characters_per_second") > 0
-    expected["counted_bits"] = counted_bits(counted_nats(LEARNED, encoded(texts), len(letters)))[0]
+    expected["counted_bits"] = counted_bits(counted_nats(LEARNED, encoded(texts), len(letters), 13))[0]
     assert found.keys() == expected.keys()
     assert all(close(found[metric], expected[metric], 1e-5) for metric in expected)
     assert {row["setting"]["nfe"] for row in here} == {drawn.nfe} == {steps * model.config.blocks}
@@ -769,12 +769,18 @@ def test_samples_are_judged_by_ngrams_of_the_training_text(whole):
         for row in rows:
             texts = [sample["text"] for sample in samples if sample["setting"] | {"ngram": 13} == row["setting"]]
             assert len(texts) == row["setting"]["n"]
-            value, error = counted_bits(counted_nats(LEARNED, encoded(texts), letters))
+            value, error = counted_bits(counted_nats(LEARNED, encoded(texts), letters, 13))
             assert (row["value"], row["stderr"]) == (pytest.approx(value), pytest.approx(error))
     assert by_counts(whole.results, JUDGE) == []
     bits = [whole.results[name]["counted_bits"] for name in ("test_text", "random_letters")]
     assert bits[0] < bits[1] - 1
-    assert bits[0] == pytest.approx(counted_bits(counted_nats(LEARNED, encoded(others_of_the_test_text()), letters))[0])
+    others = encoded(others_of_the_test_text())
+    assert bits[0] == pytest.approx(counted_bits(counted_nats(LEARNED, others, letters, 13))[0])
+
+
+def test_ngrams_are_no_longer_than_rows():
+    lengths = [text_samples.ngram_of(SimpleNamespace(vocab_size=27, length=length)) for length in (5, 13, 256)]
+    assert lengths == [5, 13, 13]
 
 
 def others_of_the_test_text() -> list[str]:
@@ -808,6 +814,23 @@ def test_ngrams_are_counted_for_new_samples_alone(whole, copied, monkeypatch):
     assert by_counts(read(copied), *others) == by_counts(whole.results, *others)
 
 
+@pytest.mark.parametrize("lost", ["rows", "texts", "the text they were counted in"])
+def test_ngrams_are_counted_anew_where_their_figures_are_gone(whole, copied, lost):
+    """Or are of another text. They end up in the place they had."""
+    results = read(copied)
+    if lost == "rows":
+        results["rows"] = [row for row in results["rows"] if (row["system"], row["metric"]) != ("AR", "counted_bits")]
+    elif lost == "texts":
+        results["test_text"] = "gone"
+        del results["random_letters"]["counted_bits"]
+    else:
+        results["systems"]["AR"]["counted"][1] = "another"
+        results["test_text"]["counted_bits"] = 0.5
+    write_atomically(copied / "results.json", json.dumps(results))
+    run_table(whole.source, copied, "--resume", only=("AR",))
+    assert read(copied) == whole.results
+
+
 def test_pictures_show_the_judge_that_is_there(whole, tmp_path):
     from matplotlib import pyplot as plt
 
@@ -819,19 +842,46 @@ def test_pictures_show_the_judge_that_is_there(whole, tmp_path):
     plt.close("all")
 
 
+HOW = {"steps": 1, "nfe": 1, "n": 1, "rule": "sample"}
+ROW = "a cat sat on the"
+NO_SAMPLES = {
+    "no JSON": "{",
+    "a list": "[]",
+    "nested": "[" * 100_000,
+    "nothing": "",
+    "no setting": '{"text": "a cat sat on the"}',
+    **{f"setting {how}": json.dumps({"setting": how, "text": ROW}) for how in (3, None, "x", [1], {}, {"temperature": 1})},
+    "another rule": json.dumps({"setting": HOW | {"rule": "x"}, "text": ROW}),
+    "no number of steps": json.dumps({"setting": HOW | {"steps": "1"}, "text": ROW}),
+    "other letters": json.dumps({"setting": HOW, "text": ROW.upper()}),
+    "no text": json.dumps({"setting": HOW, "text": 1}),
+    "a short text": json.dumps({"setting": HOW, "text": ROW[1:]}),
+    "one of two": json.dumps({"setting": HOW | {"n": 2}, "text": ROW}),
+}
+
+
+def test_a_sample_is_what_is_expected(whole, tmp_path):
+    """Of which each of those below is a damaged one."""
+    (tmp_path / SAMPLES_FILE).write_bytes(lzma.compress(json.dumps({"setting": HOW, "text": ROW}).encode()))
+    data = read_text(whole.source, TINY, "train")
+    ((how, tokens),) = text_samples.kept_samples(tmp_path / SAMPLES_FILE, data).items()
+    assert (json.loads(how), tokens.shape) == (HOW, (1, LENGTH))
+
+
 @pytest.mark.parametrize(
     ("content", "packed"),
-    [(text, True) for text in ("{", "[]", '{"text": "a cat"}', '{"setting": {}, "text": "A"}', '{"setting": {}, "text": 1}')]
-    + [("{}", False), ("", False)],
+    [*((content, True) for content in NO_SAMPLES.values()), ("{}", False), ("", False)],
+    ids=[*NO_SAMPLES, "not packed", "an empty file"],
 )
-def test_damaged_samples_are_one_line(whole, copied, content, packed):
+def test_damaged_samples_are_one_line_before_anything_is_trained(whole, copied, content, packed, monkeypatch):
     path = folder_of(copied, BY_NAME["AR"]) / SAMPLES_FILE
     path.write_bytes(lzma.compress(content.encode()) if packed else content.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_table, "QUICK", TINY)
-        done = vmd(*words_for(whole.source, copied, "--resume", only=("AR",)))
-    assert done.code == 2
-    assert f"{SAMPLES_FILE}: expected samples" in done.err.splitlines()[-1]
+    shutil.rmtree(folder_of(copied, BY_NAME["MDLM"]))
+    monkeypatch.setattr(text_table, "QUICK", TINY)
+    monkeypatch.setattr(text_table, "train_system", lambda *rest: 1 / 0)
+    again = settings("training.steps=3")
+    told = refused(*words_for(whole.source, copied, "--resume", *again, only=("MDLM",)), folder=copied)
+    assert f"{SAMPLES_FILE}: expected samples" in told
 
 
 def test_a_finished_run_is_not_run_again(whole, copied, monkeypatch):
@@ -847,6 +897,13 @@ def test_results_stay_of_the_machine_that_trained_them(whole, copied):
     write_atomically(copied / "results.json", json.dumps(before))
     run_table(whole.source, copied, "--resume", only=("AR",))
     assert {key: read(copied)[key] for key in before} == before
+    shutil.rmtree(folder_of(copied, BY_NAME["AR"]))
+    run_table(whole.source, copied, "--resume", *settings("training.steps=3"), only=("AR",))
+    now = read(copied)
+    assert now["hardware"] == now["systems"]["AR"]["hardware"] == whole.results["hardware"]
+    assert now["versions"] == now["systems"]["AR"]["versions"] == whole.results["versions"]
+    assert now["command"] == now["systems"]["AR"]["command"] != before["command"]
+    assert whole.results["versions"]["torch"] == torch.__version__
 
 
 def test_longer_training_runs_a_system_anew_and_says_which_settings_it_had(whole, copied, monkeypatch):

@@ -795,7 +795,7 @@ def main() -> None:
         elif several_processes() and lost_others(error):
             complain(f"lost the other processes: {str(error).splitlines()[0]}")
             code = 1
-        elif type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
+        elif type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError) or "allocate memory" in str(error):
             complain("out of memory: try training.accumulate, a smaller batch, fewer --rows or model.latent.code_chunk")
             code = 1
         elif type(error).__name__ == "Stopped":

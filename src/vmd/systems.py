@@ -121,7 +121,7 @@ def made_by(command: str, device: str) -> dict:
 def last_made(out: Path, command: str, device: str) -> dict:
     """Of results that nothing is trained for: looking at them on another machine does not change where they are from."""
     before = read_json(out / RESULTS_FILE) if (out / RESULTS_FILE).exists() else {}
-    return {key: before.get(key, now) for key, now in made_by(command, device).items()}
+    return {key: before.get(key) if before else now for key, now in made_by(command, device).items()}
 
 
 def collect(table: str, every: list[str], done: dict[str, dict], made: dict) -> dict:
@@ -149,6 +149,7 @@ def collect(table: str, every: list[str], done: dict[str, dict], made: dict) -> 
 
 
 def write_results(results: dict, out: Path) -> dict:
+    tables = render(results)  # before anything is written: results that no table can be made of are of no use
     write_atomically(out / RESULTS_FILE, json.dumps(results, indent=1))
-    write_atomically(out / "table.md", render(results))
+    write_atomically(out / "table.md", tables)
     return results

@@ -76,12 +76,16 @@ def kept_samples(path: Path, data: TextData) -> dict[str, Tensor]:
     try:
         for line in lzma.decompress(path.read_bytes()).decode().splitlines():
             sample = json.loads(line)
+            how = sample["setting"]
+            whole = all(isinstance(how[name], int) for name in ("steps", "nfe", "n")) and how["rule"] in RULES
             tokens = torch.from_numpy(data.tokenizer.encode(sample["text"])).long()
-            require(len(tokens) == data.length, "a sample of another length")
-            drawn.setdefault(json.dumps(sample["setting"]), []).append(tokens)
-    except (lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError, InvalidInput):
+            require(whole and len(tokens) == data.length, "another setting, or another length")
+            drawn.setdefault(json.dumps(how), []).append(tokens)
+        whole = bool(drawn) and all(len(some) == json.loads(how)["n"] for how, some in drawn.items())
+        require(whole, "samples are missing")
+    except (lzma.LZMAError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidInput):
         raise InvalidInput(f"{path}: expected samples as `vmd reproduce text` keeps them") from None
-    return {setting: torch.stack(some) for setting, some in drawn.items()}
+    return {how: torch.stack(some) for how, some in drawn.items()}
 
 
 def judged_rows(judge: VMD, data: TextData, path: Path) -> list[dict]:
@@ -160,41 +164,65 @@ def judge_all(
     return news
 
 
+def uncounted(
+    systems: dict[str, System], done: dict[str, dict], trained: TextData, tested: TextData, out: Path
+) -> dict[str, dict[str, Tensor]]:
+    """{system: its samples}, of all that n-grams of this text have not judged."""
+    found = {}
+    for name, part in done.items():
+        path = folder_of(out, systems[name]) / SAMPLES_FILE if name in systems else None
+        if path is None or not path.is_file():
+            continue
+        done_before = part.get("counted") == counted_by(trained, path)
+        if not done_before or not any(row["metric"] == "counted_bits" for row in part["rows"]):
+            found[name] = kept_samples(path, tested)
+    return found
+
+
+def ngram_of(data: TextData) -> int:
+    return min(longest_ngram(data.vocab_size), data.length)
+
+
+def counted_by(trained: TextData, samples: Path) -> list:
+    """N-grams of which text, of which samples."""
+    return [ngram_of(trained), trained.sha256, digest(samples)]
+
+
 def count_all(
     systems: dict[str, System],
     done: dict[str, dict],
     trained: TextData,
     tested: TextData,
-    yardstick_texts: dict[str, list[str]],
+    beside: dict[str, list[str]],
+    figures: dict[str, dict[str, float]],
     out: Path,
-) -> dict[str, float]:
-    """Bits by n-grams of the training text, of all samples that are new here. Returns the yardsticks', if there are any."""
-    drawn: dict[tuple[str, str], np.ndarray] = {}
-    for name, part in done.items():
-        path = folder_of(out, systems[name]) / SAMPLES_FILE if name in systems else None
-        which = "" if path is None else digest(path)
-        if path is not None and which and part.get("counted") != which:
-            drawn |= {(name, setting): some.numpy() for setting, some in kept_samples(path, tested).items()}
-            part["counted"] = which
-    if not drawn:
-        return {}
-    for name, texts in yardstick_texts.items():
-        if texts:
-            drawn[name, ""] = np.stack([tested.tokenizer.encode(text) for text in texts])
-    n = min(longest_ngram(trained.vocab_size), trained.length)
-    rows = np.concatenate(list(drawn.values()))
+) -> bool:
+    """Bits by n-grams of the training text: of new samples, and of the texts beside them. True: there is news."""
+    drawn = uncounted(systems, done, trained, tested, out)
+    begun = drawn or any("counted" in part for part in done.values())
+    missing = {
+        name: texts for name, texts in beside.items() if texts and begun and (drawn or "counted_bits" not in figures[name])
+    }
+    if not drawn and not missing:
+        return False
+    asked = [((name, how), some.numpy()) for name, each in drawn.items() for how, some in each.items()]
+    asked += [((name, ""), np.stack([tested.tokenizer.encode(text) for text in texts])) for name, texts in missing.items()]
+    n = ngram_of(trained)
     with progress_bar(f"{n}-grams", n) as update:
-        nats = counted_nats(trained.tokens, rows, trained.vocab_size, on_order=lambda order: update(order, ""))
-    each = np.split(nats, np.cumsum([len(some) for some in drawn.values()])[:-1])
-    found = {key: counted_bits(some) for key, some in zip(drawn, each, strict=True)}
-    for name in dict.fromkeys(name for name, setting in found if setting):
+        rows = np.concatenate([some for _, some in asked])
+        nats = counted_nats(trained.tokens, rows, trained.vocab_size, n, on_order=lambda order: update(order, ""))
+    each = np.split(nats, np.cumsum([len(some) for _, some in asked])[:-1])
+    bits = {key: counted_bits(some) for (key, _), some in zip(asked, each, strict=True)}
+    for name, settings in drawn.items():
         counted = [
-            {"setting": json.loads(how) | {"ngram": n}, "metric": "counted_bits", "value": bits, "stderr": error}
-            for (system, how), (bits, error) in found.items()
-            if system == name
+            {"setting": json.loads(how) | {"ngram": n}, "metric": "counted_bits", "value": value, "stderr": error}
+            for how, (value, error) in ((how, bits[name, how]) for how in settings)
         ]
         done[name]["rows"] = with_new_rows(done[name]["rows"], name, "counted_bits", counted)
-    return {name: bits for (name, setting), (bits, _) in found.items() if not setting}
+        done[name]["counted"] = counted_by(trained, folder_of(out, systems[name]) / SAMPLES_FILE)
+    for name in missing:
+        figures[name]["counted_bits"] = bits[name, ""][0]
+    return True
 
 
 def with_new_rows(rows: list[dict], name: str, metric: str, new: list[dict]) -> list[dict]:

@@ -4,7 +4,6 @@
 Every system is trained in a folder of its own and goes on from its checkpoints; its rows are kept when it is done.
 """
 
-import functools
 import hashlib
 import math
 import time
@@ -43,6 +42,7 @@ from vmd.text_samples import (
     sample_rows,
     spread_over,
     texts_at,
+    uncounted,
     vocabulary,
     yardstick_texts,
     yardsticks,
@@ -171,6 +171,8 @@ def reproduce_text(
     missing = [name for name in chosen if not is_done(done, name, runs[name])]
     for name in missing:  # before hours of training
         goes_on(folder_of(out, systems[name]), runs[name], resume)
+    if budget.draws:
+        uncounted(systems, done, trained, tested, out)  # whether samples are whole is better known now
     needed = {systems[name].added_to for name in missing}  # of which others take the weights, not the rows
     needed |= {JUDGE.name} if missing or JUDGE.name in only else set()
     for name in needed.intersection(done, chosen):
@@ -189,30 +191,22 @@ def reproduce_text(
         same = part.get("scored_sha256") == scored
         require(same, f"{out} holds {name!r}, measured on other rows of the text: expected another --out")
 
-    @functools.cache
-    def words() -> set[str]:
+    figures: dict[str, dict[str, float]] = {}  # of texts beside samples
+    if budget.draws:
         on_note("reading the words of the training text")
-        return vocabulary(trained)
-
-    beside = yardstick_texts(tested, spread, budget.draws) if budget.draws else {}
-
-    @functools.cache
-    def known_figures() -> dict[str, dict]:
-        figures = yardsticks(beside, reference, words())
-        before = read_json(out / RESULTS_FILE) if (out / RESULTS_FILE).is_file() else {}
-        for name, figure in figures.items():  # counted anew with new samples alone
-            figure |= {m: v for m, v in (before.get(name) or {}).items() if m == "counted_bits"}
-        return figures
+        words = vocabulary(trained)
+        beside = yardstick_texts(tested, spread, budget.draws)
+        figures = yardsticks(beside, reference, words)
+        keep_counted_bits(figures, out / RESULTS_FILE)
 
     def run_system(name: str) -> dict:
         system, run = systems[name], runs[name]
         model, about = train_system(system, run, read_text(source, budget, "train", run.training.seed), out, device, resume)
         sampled = budget.draws > 0 and not system.judge
-        known_words = words() if sampled else set()
         started = time.perf_counter()
         rows, nats = bits_rows(model, run, x0, budget)
         if sampled:
-            rows += sample_rows(model, run, tested, reference, known_words, budget.draws, folder_of(out, system))
+            rows += sample_rows(model, run, tested, reference, words, budget.draws, folder_of(out, system))
         if not scan:
             write_nats(folder_of(out, system) / NATS_FILE, nats, scored)
         about["measuring_seconds"] = time.perf_counter() - started
@@ -227,21 +221,26 @@ def reproduce_text(
         results["rows"] = [
             row | {"paper": printed(row, systems.get(row["system"])) if comparable else None} for row in results["rows"]
         ]
-        if budget.draws:
-            results |= known_figures()
-        return write_results(results, out)
+        return write_results(results | figures, out)
 
     results = run_systems(runs, done, made, run_system, write)
     if budget.draws and judge_all(systems, done, tested, out, device, on_note):
         results = write()
-    if budget.draws and (bits := count_all(systems, done, trained, tested, beside, out)):
-        for name, value in bits.items():
-            known_figures()[name]["counted_bits"] = value
+    if budget.draws and count_all(systems, done, trained, tested, beside, figures, out):
         results = write()
     files = {name: folder_of(out, system) / NATS_FILE for name, system in systems.items()}
     if not scan and pair_all(done, files, scored, budget.length):
         results = write()
     return results
+
+
+def keep_counted_bits(figures: dict[str, dict[str, float]], path: Path) -> None:
+    """As they were: n-grams are counted anew with new samples alone."""
+    before = read_json(path) if path.is_file() else {}
+    for name, figure in figures.items():
+        old = before.get(name)
+        if isinstance(old, dict) and isinstance(old.get("counted_bits"), float):
+            figure["counted_bits"] = old["counted_bits"]
 
 
 def printed(row: dict, system: System | None) -> float | None:
