@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: demo test readme clean
 
 demo: .venv/ready
-	$(BIN)/vmd reproduce two-token --quick
+	$(BIN)/vmd reproduce two-token --quick --overwrite
 
 test: .venv/ready
 	$(BIN)/ruff check src tests

@@ -244,6 +244,20 @@ def test_a_stopped_run_is_resumed_to_the_same_rows(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "resumed").iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
 
 
+def test_results_are_not_lost_by_chance(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    run_table("four-token", out, data=("d1",))
+    made = (out / "results.json").read_bytes()
+    for words in ((), ("--resume",)):
+        told = run_table("four-token", out, *words, data=("d1",), code=2).err
+        assert "out holds results: expected --overwrite, or another --out" in told
+    assert (out / "results.json").read_bytes() == made
+    run_table("four-token", out, "--overwrite", *settings("training.steps=1"), data=("d1",))
+    assert (out / "results.json").read_bytes() != made
+    (out / "partial.json").write_text("{}")
+    assert "out holds a stopped run: expected --resume" in run_table("four-token", out, data=("d1",), code=2).err
+
+
 def test_other_settings_are_not_resumed(tmp_path, monkeypatch):
     run_table("four-token", tmp_path / "new", *settings("training.steps=1"), data=("d1",))
     with monkeypatch.context() as patch:

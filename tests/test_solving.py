@@ -318,6 +318,17 @@ def test_a_file_of_puzzles_gives_a_table_and_lines(folder, monkeypatch, capsys):
     assert re.search(rf"in the first try[ |]+{first} of 24", capsys.readouterr().out)
 
 
+def test_boards_of_a_short_file_are_shown_where_no_file_is_to_hold_them(folder, monkeypatch):
+    load(monkeypatch, oracle(cells=81))
+    done = succeeds(*solve("puzzles", model="large"))
+    boards = re.sub(r"\D", "", done.out.split("of the puzzles")[0])
+    assert boards == "".join(text(s) for s in LARGE.solution)
+    monkeypatch.setattr(solving, "SHOWN", 2)
+    done = succeeds(*solve("puzzles", model="large"))
+    assert done.out.startswith("| of the puzzles")
+    assert "--out FILE writes the grids" in done.err
+
+
 def test_puzzles_of_a_file_without_a_solution_are_told_apart(folder):
     (folder / "two").write_text(f"{text(LARGE.puzzle[0])}\n12345678.{'.' * 8}9{'.' * 63}\n")
     done = vmd(*solve("two", model="large"))

@@ -165,6 +165,33 @@ def test_characters_are_shown_whole_and_by_name_where_a_terminal_would_obey_them
     ]
 
 
+def test_one_can_watch_a_gap_being_filled_in_sight_of_what_follows():
+    shown = succeeds("sample", "text", "-n", 1, "--infill", "the ____ of science", "--watch").err.splitlines()
+    watched = [line for line in shown if "science" in line]
+    assert watched
+    assert all(re.fullmatch("the [a-z _]{4} of science", line) for line in watched)
+
+
+@pytest.mark.parametrize("option", ["--prompt", "--infill"])
+def test_a_prompt_of_which_no_letter_can_be_read_is_refused(option, tmp_path):
+    told = refused("sample", "text", option, "Привет _____"[: 6 if option == "--prompt" else 12], folder=tmp_path)
+    assert f"{option} 'Привет" in told
+    assert "none of it is left" in told
+    assert "none of it" not in succeeds("sample", "text", "-n", 1, "--infill", "____").err
+
+
+def test_a_run_that_goes_on_over_other_steps_says_so(source, tmp_path):
+    train(source, tmp_path / "run")
+    words = ("train", "--out", tmp_path / "run", "--resume", "--device", "cpu")
+    assert "where the run had" not in succeeds(*words).err
+    assert "note: 6 training steps where the run had 4" in succeeds(*words, "--set", "training.steps=6").err
+
+
+def test_text_that_is_read_as_27_letters_is_said_to_be(source, tmp_path):
+    told = succeeds("train", "text", "--data", source, "--tokenizer", "text8", "--out", tmp_path / "run", *SMALL).err
+    assert "read as text8 has it" in told
+
+
 def test_a_model_of_bytes_can_be_watched(source, tmp_path):
     source.write_text("ü€\n\x1b[31m" * 100)
     train(source, tmp_path / "run", "--tokenizer", "byte")
@@ -465,19 +492,24 @@ def test_a_text8_that_cannot_be_fetched_is_one_line(source, tmp_path, monkeypatc
 
 
 def test_a_step_that_does_not_fit_is_said_with_what_would(monkeypatch):
-    """A step of preset `text` keeps some 43 GB."""
+    """A step of preset `text` keeps some 97 GB."""
     run = sized("text")
-    for gigabytes, parts in ((1, 128), (23, 4), (200, 1)):
+    for gigabytes, parts in ((1, 256), (23, 16), (25, 8), (200, 1)):
         pages = {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": gigabytes * 10**6}
         monkeypatch.setattr("os.sysconf", pages.__getitem__)
         assert parts_that_fit(run) == parts
 
 
 @pytest.mark.parametrize(("fits", "noted"), [(1, False), (4, True)])
-def test_one_is_told_of_a_step_that_may_not_fit(source, tmp_path, monkeypatch, fits, noted):
-    monkeypatch.setattr("vmd.runs.parts_that_fit", lambda run: fits)
-    told = succeeds("train", "text", "--data", source, "--out", tmp_path / "out", "--device", "cpu", *SMALL).err
-    assert ("may not fit in this machine's memory: --set training.accumulate=4" in told) is noted
+def test_a_step_that_does_not_fit_is_made_in_parts(source, tmp_path, monkeypatch, fits, noted):
+    monkeypatch.setattr("vmd.runs.parts_that_fit", lambda run, processes: fits)
+    arguments = ("train", "text", "--data", source, "--device", "cpu", *SMALL)
+    told = succeeds(*arguments, "--out", tmp_path / "out").err
+    assert ("training.accumulate=4: a step is made in parts, to fit this machine's memory" in told) is noted
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["training"]["accumulate"] == fits
+    told = succeeds(*arguments, "--out", tmp_path / "chosen", "--set", "training.accumulate=2").err
+    assert "in parts" not in told
+    assert json.loads((tmp_path / "chosen" / "run.json").read_text())["training"]["accumulate"] == 2
 
 
 def test_one_is_told_of_a_run_that_takes_days_on_a_cpu(source, tmp_path, monkeypatch):

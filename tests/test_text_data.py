@@ -618,9 +618,7 @@ def test_preparations_that_make_no_sense_are_refused(tmp_path):
     source = saved(tmp_path / "a.txt", "abcdé\nab")
     for split in ((0.5, 0.5), (0, 0.5, 0.5), (0.5, 0.6, -0.1), (0.9, 0.05, 0.06), (float("nan"), 0.5, 0.5)):
         refuses("expected shares of train", prepare_text, source, "byte", tmp_path / "out", split=split)
-    refuses(
-        "8 characters: too short: expected some for test, a share of 0.05", prepare_text, source, "byte", tmp_path / "out"
-    )
+    refuses("8 characters: too short: expected more, 0.05 of them for test", prepare_text, source, "byte", tmp_path / "out")
     refuses("1 documents: too short", prepare_text, source, "byte", tmp_path / "out", documents=True)
     refuses("'words': expected char, text8, byte", prepare_text, source, "words", tmp_path / "out")
     fixed = CharTokenizer("abcd\n")
@@ -819,13 +817,13 @@ def test_shards_that_are_no_longer_what_was_made_are_refused(tmp_path):
 def test_chunks_that_cannot_be_had_are_refused(tmp_path):
     out = prepare_text(saved(tmp_path / "a.txt", "abcdefgh" * 10), "byte", tmp_path / "out")
     assert len(TextData(out, "test", length=4)) == 1
-    refuses(r"test\.bin: 4 tokens: too short: expected at least 5, one chunk", TextData, out, "test", length=5)
+    refuses("4 tokens of its test part: too short: expected at least 5, one chunk", TextData, out, "test", length=5)
     refuses("split='dev': expected one of train, validation, test", TextData, out, "dev", length=4)
     refuses("length=0", TextData, out, length=0)
     by_document = prepare_text(
         saved(tmp_path / "b.txt", "ab\n\nabc"), "byte", tmp_path / "b", documents=True, split=(1, 0, 0)
     )
-    refuses("3 tokens in the longest document: too short", TextData, by_document, length=4)
+    refuses("3 tokens in the longest document of its train part: too short", TextData, by_document, length=4)
     refuses("0 tokens", TextData, by_document, "test", length=1)
     refuses("no meta.json", TextData, tmp_path / "nowhere", length=4)
 

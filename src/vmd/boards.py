@@ -26,7 +26,7 @@ class Board:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise InvalidInput("--tensorboard: not installed: pip install 'vmd[tensorboard]'") from None
+            raise InvalidInput("--tensorboard: not installed: pip install tensorboard") from None
         folder = out / BOARD_FOLDER
         require(not folder.is_file(), f"{folder}: a file: expected a folder to log to")
         # A resumed run writes steps again that were logged after its checkpoint: those before it went.

@@ -38,6 +38,7 @@ from vmd.terminal import (
     several_processes,
     show,
     trained_fixed,
+    usage_line,
     usual_z,
     visible,
     write_array,
@@ -100,6 +101,9 @@ def reproduce(
     ] = None,
     out: Annotated[Path | None, path_option(help="Output folder. [default: runs/NAME]")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the groups of models that a stopped run finished.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Of the controlled experiments: make results anew that are there.")
+    ] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Of sudoku, text and text-scan: run this system now, as its row is called. Repeatable."),
@@ -129,6 +133,9 @@ def reproduce(
     if name in ("sudoku", "text", "text-scan"):
         require(preset == "ours", f"--preset {preset}: expected ours: {name} has the paper's systems among its rows")
         require(seeds is None, f"--seeds: expected none with {name}; try --set training.seed=7 with another --out")
+        require(
+            not overwrite, f"--overwrite: expected none with {name}, whose rows take long: remove {folder}, or another --out"
+        )
         options: dict[str, Any] = {
             "out": folder,
             "command": command,
@@ -171,6 +178,7 @@ def reproduce(
         device=pick_device(device),
         overrides=settings or [],
         resume=resume,
+        overwrite=overwrite,
     )
     shown = {"ablations": "certified bits per token", "heads": "valid sequences and exact KL, nats, in one step"}
     print_table(*summary_table(results), title=f"{name}: {shown.get(name, 'accuracy and KL(data || samples), nats')}")
@@ -219,6 +227,8 @@ def train(
 
     changes = [*(settings or []), *([] if init is None else [f"training.init={init}"])]
     begun = (out or Path("runs") / preset) / "run.json"
+    require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
+    require(begun.exists() or not resume, f"{begun.parent}: expected a run to resume, with its run.json")
     as_begun = resume and data is None and preset == "array" and begun.exists()  # --out and --resume say it all
     run = override_all(run_as_it_began(begun) if as_begun else presets.preset(preset), changes)
     if data is not None:
@@ -228,13 +238,10 @@ def train(
     require(bool(run.data.name), f"preset {preset!r} has no data of its own: give it with --data")
     chosen = {setting.partition("=")[0].strip() for setting in settings or []}
     folder = out or Path("runs") / preset
-    started_before = (folder / "run.json").exists()
     held = [path.name for path in run_files(folder) if path.exists()]
     held = [] if held == [TOKENIZER_FILE] else held  # stopped before it had begun
     kept = f"{folder} holds a run ({', '.join(held[:3])}): use --resume, --overwrite or another --out"
     require(resume or overwrite or not held, kept)
-    require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
-    require(started_before or not resume, f"{folder}: expected a run to resume, with its run.json")
     require(init != "", "--init '': expected a model folder, or the name of a model that comes with vmd")
     run = sized_as_it_began(run, folder, resume, chosen)
     begins = bool(run.training.init) or not run.training.freeze
@@ -330,7 +337,7 @@ def sample(
     if out is not None:
         check_array_path(out)
     mine = my_share(n)
-    watching = Watch(config, tokenizer, wanted) if watch and rank() == 0 else None
+    watching = Watch(config, tokenizer, row, whole=infill is not None) if watch and rank() == 0 else None
     options: dict = {
         "steps": steps,
         "order": order,
@@ -598,7 +605,7 @@ def data(
     held = [name for name in ("train.sudoku", "test.sudoku") if (out / name).exists()]
     require(overwrite or not held, f"{out} holds puzzles ({', '.join(held)}): use --overwrite or another --out")
     if not COMPILED:
-        say("note: numba is not installed, which makes this some 200 times slower: pip install 'vmd[sudoku]'")
+        say("note: numba is not installed, which makes this some 200 times slower: pip install numba")
     with progress_bar(f"vmd data {what}", train + test) as update:
         made = make_puzzles(train, test, kind, seed, out, workers, update)
     shown = f"{made['train']:,} to train, {made['test']:,} to test, kind {kind}, seed {seed}, {made['seconds']:.0f} s"
@@ -813,7 +820,8 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
             code = 2
         elif hasattr(error, "format_message"):  # a usage error of the command line
-            say(f"vmd: {error.format_message()}")
+            commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
+            say(f"vmd: {usage_line(error, words, commands)}")
             code = 2
         else:
             raise

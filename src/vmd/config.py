@@ -447,8 +447,13 @@ def _override(config: Config, changes: dict[str, Any], section: str) -> Config:
     inner: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         head, _, rest = path.partition(".")
-        listed = ", ".join(section + name for name in fields)
-        require(head in fields, f"unknown field {section + path!r}: expected one of {listed}")
+        meant = [
+            f"{name}.{head}"
+            for name, hint in hints.items()
+            if dataclasses.is_dataclass(hint) and head in {f.name for f in dataclasses.fields(hint)}
+        ]
+        listed = " or ".join(meant) or "one of " + ", ".join(section + name for name in fields)
+        require(head in fields, f"unknown field {section + path!r}: expected {listed}")
         current = getattr(config, head)
         if dataclasses.is_dataclass(current):
             names = ", ".join(f"{section}{head}.{f.name}" for f in dataclasses.fields(current))

@@ -1,10 +1,11 @@
-"""Pictures of results. Needs matplotlib (`pip install vmd[plots]`)."""
+"""Pictures of results. Needs matplotlib (the extra `plots`)."""
 
 import contextlib
 import io
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ def pyplot():
     try:
         import matplotlib
     except ImportError:
-        raise InvalidInput("figures need matplotlib: pip install 'vmd[plots]'") from None
+        raise InvalidInput("figures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -189,8 +190,12 @@ CURVE_NAMES = {
 def draw_curves(logs: dict[str, list[dict]], metrics: list[str], against: str, path: Path) -> Path:
     """One panel for each metric, one line for each run."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, len(metrics), figsize=(4.6 * len(metrics), 3.6), layout="constrained", squeeze=False)
-    for axis, metric in zip(axes[0], metrics, strict=True):
+    columns = min(len(metrics), 3 if len(metrics) != 4 else 2)
+    rows = -(-len(metrics) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.4 * rows), layout="constrained", squeeze=False)
+    for axis in axes.flat[len(metrics) :]:
+        axis.set_axis_off()
+    for axis, metric in zip(axes.flat, metrics, strict=False):
         settled: list[float] = []  # of long logs, whose first steps would dwarf the rest
         for number, (name, log) in enumerate(logs.items()):
             points = [(r[against], r[metric]) for r in log if is_finite(r.get(metric)) and is_finite(r.get(against))]
@@ -554,8 +559,8 @@ def board_frames(puzzle: Any, steps: list) -> list[tuple]:
     return frames
 
 
-def animate_board(puzzle: Any, steps: list, path: Path) -> Path:
-    """A .gif of a board filling in."""
+def animate_board(puzzle: Any, steps: list, path: Path, on_frame: Callable[[int, int], object] | None = None) -> Path:
+    """A .gif of a board filling in. `on_frame(done, total)` is called for each picture."""
     plt = pyplot()
     from matplotlib.animation import FuncAnimation, PillowWriter
 
@@ -569,7 +574,7 @@ def animate_board(puzzle: Any, steps: list, path: Path) -> Path:
     partial = path.with_name(path.name + ".making.gif")
     try:
         movie = FuncAnimation(figure, show, frames=len(frames) + 4)  # the end stays a while
-        movie.save(partial, writer=PillowWriter(fps=2))
+        movie.save(partial, writer=PillowWriter(fps=2), progress_callback=on_frame)
         write_atomically(path, partial.read_bytes())
     except OSError as error:
         raise InvalidInput(f"{path}: cannot write: {error.strerror or error}") from None

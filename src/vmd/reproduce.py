@@ -316,10 +316,12 @@ def reproduce(
     device: str = "cpu",
     overrides: list[str] | None = None,
     resume: bool = False,
+    overwrite: bool = False,
 ) -> dict:
     """Train and evaluate one table; write OUT/results.json, table.md and heatmaps.json; return the results.
 
-    After each group of models its rows are kept in OUT/partial.json; `resume` takes them from there.
+    After each group of models its rows are kept in OUT/partial.json; `resume` takes them from there. `overwrite` makes
+    results anew that are there.
     """
     require_choice("NAME", name, TABLES)
     require_choice("--preset", family, FAMILIES)
@@ -338,7 +340,10 @@ def reproduce(
     cells = planned_cells(name, budget, family, settings + (overrides or []), device)
     groups = groups_of(cells)
     partial = out / "partial.json"
-    finished: dict[str, dict] = read_json(partial) if resume and partial.exists() else {}
+    begun, ended = partial.exists(), (out / "results.json").exists()
+    require(overwrite or resume or not begun, f"{out} holds a stopped run: expected --resume, --overwrite or another --out")
+    require(overwrite or begun or not ended, f"{out} holds results: expected --overwrite, or another --out")
+    finished: dict[str, dict] = read_json(partial) if resume and begun else {}
     require(isinstance(finished, dict), f"{partial}: expected the record of a stopped run")
     make_folder(out)
     total = sum(group[0].run.training.steps for group in groups)

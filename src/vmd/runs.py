@@ -10,7 +10,7 @@ from typing import Any
 
 from vmd.config import InvalidInput, LatentConfig, RunConfig, from_dict, require, to_dict
 from vmd.files import TOKENIZER_FILE
-from vmd.terminal import CPU_SPEED, days_on_a_cpu, describe, parts_that_fit, saved, say, short
+from vmd.terminal import CPU_SPEED, TEXT8_NOTE, days_on_a_cpu, describe, parts_that_fit, saved, say, short
 
 
 def run_as_it_began(path: Path) -> RunConfig:
@@ -113,7 +113,7 @@ def train_run(
     from vmd.boards import BOARD_FOLDER, Board
     from vmd.data import TextData, is_text
     from vmd.data.arrays import parse_positions
-    from vmd.data.tokenizers import model_tokenizer
+    from vmd.data.tokenizers import Text8Tokenizer, model_tokenizer
     from vmd.diagnostics import advice
     from vmd.distributed import by_the_first, one_after_the_first, rank, world_size
     from vmd.evaluation import diagnose_model
@@ -141,8 +141,15 @@ def train_run(
     check_precision(run.training, device)
     check_attention(run.training, run.model)
     run.objective.check(run.model)
-    if device == "cpu" and (parts := parts_that_fit(run)) > run.training.accumulate:
-        say(f"note: such a step may not fit in this machine's memory: --set training.accumulate={parts} makes it in parts")
+    if isinstance(data, TextData) and isinstance(data.tokenizer, Text8Tokenizer) and run.data.name != "text8":
+        say(TEXT8_NOTE)
+    before = saved(folder, "training").get("steps") if resume else None
+    if before not in (None, run.training.steps) and run.training.schedule != "constant":
+        say(f"note: {run.training.steps} training steps where the run had {before}: its learning rate now falls over these")
+    parts = parts_that_fit(run, world_size()) if device == "cpu" and "training.accumulate" not in chosen else 1
+    if parts > run.training.accumulate:
+        run = replace(run, training=replace(run.training, accumulate=parts))
+        say(f"training.accumulate={parts}: a step is made in parts, to fit this machine's memory (--set it for another)")
     if device == "cpu" and not resume and (days := days_on_a_cpu(run)) > 1:
         larger = is_text(run.data.name) and run.model.width > presets.preset("text-small").model.width
         smaller = ": preset text-small takes minutes" if larger else ""

@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from vmd.data import sudoku_engine as engine
 from vmd.data.sudoku import Puzzles, Symmetry, check_digits, keeps_clues, load_puzzles, random_symmetry, valid
 from vmd.files import write_atomically
 from vmd.model import SHIPPED, VMD
-from vmd.progress import progress_bar
+from vmd.progress import percent_bar, progress_bar
 from vmd.sampling import Chosen, Inputs, Noise, Rule, check_settings, choose, reveal_counts, sums_codes
 from vmd.tables import print_table
 
@@ -222,6 +223,8 @@ def board_text(grid: Tensor, puzzle: Tensor, wrong: bool = False) -> Text:
 
 # The command
 
+SHOWN = 9  # boards of a file
+
 
 def solve_command(
     what: str, folder: str | None, device: str, batch: int, animate: Path | None, out: Path | None, options: dict[str, Any]
@@ -275,7 +278,9 @@ def solve_one(model: VMD, puzzle: Tensor, animate: Path | None, options: dict[st
         from vmd.figures import animate_board
 
         shown = frames[int(found.tries[0]) - 1 if solved else 0]  # the try that wrote the grid
-        say(f"animation: {animate_board(puzzle[0], shown, animate)}")
+        with percent_bar("drawing the animation") as on_frame:
+            path = animate_board(puzzle[0], shown, animate, on_frame)
+        print(f"animation: {path}", file=sys.stderr)
     return solved
 
 
@@ -315,7 +320,12 @@ def solve_file(model: VMD, puzzles: Puzzles, batch: int, out: Path | None, optio
     rows.append(["evaluations per puzzle", f"{mean:.1f}", f"at most {options['steps'] * options['tries']}"])
     rows.append(["puzzles per second", f"{len(right) / seconds:.1f}", f"{seconds:.1f} s on {model.device.type}"])
     about = f"order {options['order']}, rule argmax, {options['steps']} steps, {plural(options['tries'], 'try', 'tries')}"
-    print_table(["", "", ""], rows, title=f"{puzzles.name}: {about}")
+    if out is None and len(right) <= SHOWN:
+        for grid, clues, is_right in zip(grids, puzzle, right.tolist(), strict=True):
+            Console().print(board_text(grid, clues, wrong=not is_right), highlight=False, soft_wrap=True)
+    print_table(["of the puzzles", "", ""], rows, title=f"{puzzles.name}: {about}")
+    if out is None and len(right) > SHOWN:
+        print("--out FILE writes the grids, one a line", file=sys.stderr)
     if out is not None:
         lines = ["".join(map(str, g if r else [0] * len(g))) for g, r in zip(grids.tolist(), right.tolist(), strict=True)]
         write_atomically(out, "".join(line + "\n" for line in lines))

@@ -2,13 +2,14 @@
 
 import itertools
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vmd.config import InvalidInput, require, require_choice
+from vmd.config import InvalidInput, flatten, require, require_choice, to_dict
 from vmd.flops import forward_flops
 
 TEXT8_NOTE = "note: text is read as text8 has it: lower case, digits spelled out, one space for all else"
@@ -177,13 +178,22 @@ def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ..
     return row
 
 
-def parts_that_fit(run: Any) -> int:
-    """In how many parts a training step on a CPU needs half of the memory: a layer keeps some 20 tensors of its width."""
+def parts_that_fit(run: Any, processes: int = 1) -> int:
+    """In how many parts a training step on a CPU needs half of the memory: a layer keeps some 45 tensors of its width, if
+    the latent's are counted with it. Of each process's share of the batch."""
     model, batch = run.model, run.training.batch_size
-    kept = 4 * 20 * batch * model.length * (2 if model.blocks > 1 else 1) * model.width * model.layers
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = -(-2 * kept // memory)
-    return next(parts for parts in range(1, batch + 1) if batch % parts == 0 and (parts >= most or parts == batch))
+    kept = 4 * 45 * batch * model.length * (2 if model.blocks > 1 else 1) * model.width * model.layers
+    share, most = max(1, batch // processes), -(-2 * kept // memory_here())
+    return next(parts for parts in range(1, share + 1) if share % parts == 0 and (parts >= most or parts == share))
+
+
+def memory_here() -> int:
+    """Bytes, of the machine or of the container that this is."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(machine, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return machine
 
 
 CPU_SPEED = 1e11  # operations a second, of a few cores
@@ -205,7 +215,11 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
 
     if isinstance(tokenizer, Text8Tokenizer):
         require("_" not in (prompt or ""), f"--prompt {prompt!r}: _ is no letter of this model: expected --infill for gaps")
-        if any(as_text8(part) != part for part in (prompt or infill or "").split("_")):
+        parts = (prompt or infill or "").split("_")
+        lost = any(part.strip() for part in parts) and not any(as_text8(part).strip() for part in parts)
+        option = f"--prompt {prompt!r}" if infill is None else f"--infill {infill!r}"
+        require(not lost, f"{option}: none of it is left in the 27 letters of this model: expected letters a to z or digits")
+        if any(as_text8(part) != part for part in parts):
             say(TEXT8_NOTE)
     if prompt is not None:
         row = tokenizer.encode(prompt).tolist()
@@ -249,13 +263,15 @@ def read_together(tokens: list[int], config: Any, tokenizer: Any) -> Iterator[tu
 class Watch:
     """Shows the first sample on the terminal while it is written: new tokens in colour, the next ones as gaps."""
 
-    def __init__(self, config: Any, tokenizer: Any, wanted: int):
+    def __init__(self, config: Any, tokenizer: Any, row: list[int], *, whole: bool):
+        """`row`: tokens that are given, -1 for others. `whole`: show those that are behind the block at work, too."""
         from rich.console import Console
         from rich.live import Live
 
-        self.config, self.tokenizer, self.wanted = config, tokenizer, wanted
+        self.config, self.tokenizer, self.row, self.whole = config, tokenizer, row, whole
         self.console = Console(stderr=True)
-        self.live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+        live = self.console.is_terminal
+        self.live = Live(console=self.console, auto_refresh=False, transient=True) if live else None  # the sample follows
         if self.live is not None:
             self.live.start()
 
@@ -263,10 +279,11 @@ class Watch:
         from rich.text import Text
 
         tokens, new = step.canvas[0].tolist(), step.revealed[0].tolist()
-        shown = min(self.wanted, (step.block + 1) * self.config.block_size)  # blocks after this one are not begun
+        shown = min(len(self.row), (step.block + 1) * self.config.block_size)  # blocks after this one are not begun
+        behind = [self.config.vocab_size if token < 0 else token for token in self.row[shown:]] if self.whole else []
         line = Text()
         words = " " if self.tokenizer is None else ""
-        for here, text in read_together(tokens[:shown], self.config, self.tokenizer):
+        for here, text in read_together([*tokens[:shown], *behind], self.config, self.tokenizer):
             line.append(visible(text) + words, style="bold green" if any(new[here]) else "")
         if self.live is None:
             self.console.print(line, highlight=False, soft_wrap=True)
@@ -305,3 +322,29 @@ def lost_others(error: Exception) -> bool:
 def complain(text: str) -> None:
     """One process may fail where the others do not, so each says it; the first without its number."""
     print(f"vmd: {text}" if first_process() else f"vmd: process {os.environ.get('RANK')}: {text}", file=sys.stderr)
+
+
+def usage_line(error: Any, words: list[str], commands: list[str]) -> str:
+    """Errors of the command line itself, with the value that was given and what was expected."""
+    told, param = error.format_message(), getattr(error, "param", None)
+    names = getattr(param, "opts", None) or [getattr(error, "option_name", "")]
+    for option, value in itertools.pairwise([*words, ""]):
+        name, equals, joined = option.partition("=")
+        if name in names and (kind := re.search("integer|number", told)):
+            article = "an" if kind[0] == "integer" else "a"
+            return f"{name} {joined if equals else value}: expected {article} {kind[0]}"
+    if "requires an argument" in told:
+        return f"{names[0]}: expected a value after it"
+    if told.startswith("Missing"):
+        said = (getattr(param, "help", "") or "a value").rstrip(".")
+        name = names[-1] if names[-1].startswith("-") else names[-1].upper()
+        return f"nothing given for {name}: expected {said[0].lower() + said[1:]}"
+    if told.startswith("No such option") and words[:1] == ["train"]:
+        from vmd.presets import preset
+
+        field = names[0].lstrip("-").replace("-", "_")
+        meant = [f"--set {name}=..." for name in flatten(to_dict(preset("array"))) if name.partition(".")[2] == field]
+        if meant:
+            return f"no such option {names[0]}: expected {' or '.join(meant)}"
+    told = told[:1].lower() + told[1:]
+    return f"{told.rstrip('.')}: expected one of {', '.join(commands)}" if told.startswith("no such command") else told

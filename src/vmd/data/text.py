@@ -380,9 +380,8 @@ def _borders(source: Path, total: int, split: tuple[float, ...], unit: str) -> l
     borders = [round(total * split[0]), round(total * (split[0] + split[1]))]
     sizes = np.diff([0, *borders, total])
     for which, size, share in zip(SPLITS, sizes, split, strict=True):
-        require(
-            size > 0 or share == 0, f"{source}: {total} {unit}: too short: expected some for {which}, a share of {share:g}"
-        )
+        short = f"{source}: {total} {unit}: too short: expected more, {share:g} of them for {which}"
+        require(size > 0 or share == 0, short)
     return borders
 
 
@@ -581,7 +580,8 @@ class TextData:
         before = np.cumsum(chunks) - chunks
         self._starts = np.repeat(offsets[:-1] - before * length, chunks) + length * np.arange(chunks.sum())
         longest = f"{lengths.max(initial=0)} tokens" + (" in the longest document" if meta["documents"] else "")
-        require(len(self._starts) > 0, f"{path}: {longest}: too short: expected at least {length}, one chunk")
+        short = f"{self.name}: {longest} of its {split} part: too short: expected at least {length}, one chunk"
+        require(len(self._starts) > 0, short)
         # Copy on write: the file cannot change, and torch takes the map as it is.
         self.tokens = np.memmap(path, dtype=id_type(self.vocab_size), mode="c")
         self._order = EpochOrder(len(self._starts), seed, shuffled=split == "train")
