@@ -108,8 +108,19 @@ def test_an_unknown_preset_is_refused_with_those_that_are_like_it(tmp_path):
 
 def test_the_command_lists_every_preset():
     done = succeeds("presets")
-    assert [line.split()[0] for line in done.out.splitlines()] == list(PRESETS)
+    head, *listed = done.out.splitlines()
+    assert head.split() == ["preset", "data", "layers", "blocks", "latent", "training"]
+    assert [line.split()[0] for line in listed] == list(PRESETS)
     assert done.err == ""
+
+
+def test_a_preset_takes_settings():
+    run = preset("poker", "training.steps=7", "model.width=32")
+    assert (run.training.steps, run.model.width) == (7, 32)
+    assert preset("poker") == PRESETS["poker"]
+    for wrong, told in (("steps=7", "expected objective.steps or training.steps"), (7, "expected field=value")):
+        with pytest.raises(InvalidInput, match=told):
+            preset("poker", wrong)
 
 
 @pytest.mark.parametrize("name", ["array", "poker", "d2-block4-mdm-paper"])

@@ -204,6 +204,26 @@ def test_a_model_of_bytes_can_be_watched(source, tmp_path):
         assert all(line.isprintable() for line in steps)
 
 
+def test_bits_of_long_tokens_are_also_per_byte(tmp_path):
+    """By which models of other tokens compare."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {letter: number for number, letter in enumerate(["the ", "cat ", "sat ", "é"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="é"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "merged_with_previous")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(tmp_path / "words.json"))
+    source = tmp_path / "source.txt"
+    source.write_text("the cat sat the sat cat " * 400)
+    train(source, tmp_path / "run", "--tokenizer", tmp_path / "words.json")
+    words = ("evaluate", tmp_path / "run", "--data", source, "--split", "all", "--json", tmp_path / "e.json")
+    assert "per byte of the text" in succeeds(*words).out
+    certified, per_byte = json.loads((tmp_path / "e.json").read_text())["rows"][:2]
+    assert per_byte["about"] == "4.000 bytes a token in these rows"
+    assert per_byte["value"] == pytest.approx(certified["value"] / 4)
+    train(source, tmp_path / "letters")
+    assert "per byte" not in succeeds("evaluate", tmp_path / "letters", "--data", source).out
+
+
 def test_scores_are_of_all_of_a_text_or_of_a_split(source, tmp_path):
     out, other = tmp_path / "run", tmp_path / "other.txt"
     train(source, out)

@@ -70,6 +70,18 @@ def equal_weights(a: VMD, b: VMD) -> bool:
     return all(torch.equal(t, b.state_dict()[name]) for name, t in a.state_dict().items())
 
 
+def test_training_shows_how_far_it_is_to_those_who_do_not_ask(capsys):
+    config = run_config()
+    train(model_for(config), data(), config)
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("training: 1 of 10 loss ")
+    assert told[-1].startswith("training: 10 of 10 loss ")
+    seen = []
+    train(model_for(config), data(), config, on_step=lambda done, record: seen.append(done))
+    assert seen == list(range(1, 11))
+    assert capsys.readouterr().err == ""
+
+
 def logged_steps(out) -> list[int]:
     return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 

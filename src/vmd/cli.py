@@ -163,6 +163,8 @@ def reproduce(
             "text-scan": f"{bits} validation text",
         }
         print_table(*summary_table(results), title=f"{name}: {titles[name]}")
+        if name == "text":
+            say("cells: certified bits per character · real words of samples (rule sample), by evaluations of the network")
         for picture in [folder / "table.md", *draw_figures(folder)]:
             say(f"{'every row' if picture.suffix == '.md' else 'picture'}: {picture}")
         return
@@ -530,6 +532,7 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
     from vmd.presets import all_presets, preset
 
     if name is None:
+        print(f"{'preset':28s} {'data':16s} {'layers':8s} {'blocks':10s} {'latent':10s} training")
         for key, run in all_presets().items():
             model = run.model
             kinds = {

@@ -434,7 +434,7 @@ def override_all(config: Config, settings: list[str]) -> Config:
     """Apply `a.b=c` strings; what fields demand of each other is checked when all are applied."""
     changes = {}
     for setting in settings:
-        path, equals, value = setting.partition("=")
+        path, equals, value = str(setting).partition("=")
         require(bool(equals), f"--set {setting!r}: expected field=value")
         changes[path.strip()] = value.strip()
     return _override(config, changes, "")

@@ -150,6 +150,6 @@ def describe(found: Diagnostics, kind: str) -> str:
         limit = f" (so few rows tell at most {found.limit:.3f})"
         information, gap = f"at least {information}{limit}" if found.limit else "not told by one row", ""
     return (
-        f"z: KL {found.kl:.3f} nats per block, I(x; z) {information}{gap}; {found.active} of {found.size} {unit}; "
-        f"tokens cost {found.nll_gap:.3f} nats more under a z of the prior"
+        f"what z says, nats per block: KL {found.kl:.3f}, I(x; z) {information}{gap}; "
+        f"{found.active} of {found.size} {unit}; with a z drawn from the prior tokens cost {found.nll_gap:.3f} more"
     )

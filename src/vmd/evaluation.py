@@ -11,6 +11,7 @@ from vmd.config import DRAFT_EMBEDDING, require
 from vmd.data import ArrayData, Law, SudokuData, TextData
 from vmd.data.arrays import parse_positions
 from vmd.data.sudoku import keeps_clues, valid
+from vmd.data.tokenizers import JsonTokenizer
 from vmd.diagnostics import Diagnostics, diagnose
 from vmd.distributed import gather_rows, my_share, own_seed, require_a_share
 from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
@@ -217,8 +218,17 @@ def certified_row(
     if config.has_latent:
         about += f", z {z}"
         about += ", summed over codes" if config.latent.coded else f", IWAE {samples}"
-    found = row(CERTIFIED, bits.value, bits.stderr, f"{about}; {over}")
-    return [found | {"steps": steps, "order": "random", "z": z if config.has_latent else "none", "iwae": samples}]
+    setting = {"steps": steps, "order": "random", "z": z if config.has_latent else "none", "iwae": samples}
+    found = [row(CERTIFIED, bits.value, bits.stderr, f"{about}; {over}") | setting]
+    if isinstance(model.tokenizer, JsonTokenizer) and given is None and not isinstance(data, Law):
+        size = bytes_per_token(model.tokenizer, draw_rows(data, rows_scored, seed, torch.device("cpu")))
+        found.append(row("  per byte of the text", bits.value / size, None, f"{size:.3f} bytes a token in these rows"))
+    return found
+
+
+def bytes_per_token(tokenizer: JsonTokenizer, x0: Tensor) -> float:
+    """By which bits of models with other tokens compare."""
+    return sum(len(tokenizer.decode(ids).encode()) for ids in x0.tolist()) / x0.numel()
 
 
 def confidence_row(model: VMD, data: Data, steps: int, order: str, rows_scored: int, seed: int) -> list[dict]:

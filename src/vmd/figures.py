@@ -280,7 +280,8 @@ def draw_sudoku(results: dict, folder: Path) -> list[Path]:
 
 
 def look_of_system(run: dict) -> dict:
-    """Colour: what makes tokens agree. Marker: the size of blocks, hollow if trained for one number of steps alone.
+    """Colour: what makes tokens agree. Marker: the size of blocks, hollow if trained for one number of steps alone; large
+    ones have thin lines.
 
     Dashes: another objective than others of its colour; dots: a wider network. Dark: many codes.
     """
@@ -294,7 +295,7 @@ def look_of_system(run: dict) -> dict:
     }
     colour = "tab:green" if model["draft"] else colours.get(latent["kind"], "black" if r == 1 else "tab:gray")
     marker = {1: "*", 4: "o", 8: "s", 16: "D"}.get(r, "^")
-    look = {"color": colour, "marker": marker, "markersize": 8 if r == 1 else 4}
+    look = {"color": colour, "marker": marker, "markersize": 8 if r == 1 else 4, "linewidth": 2 if r <= 4 else 1}
     if objective["masking"] == "steps":
         return look | {"linestyle": "", "markersize": 7, "fillstyle": "none"}
     return look | {"linestyle": "--" if objective["score_entropy"] else ":" if model["mlp_ratio"] != 4 else "-"}

@@ -15,6 +15,7 @@ from vmd.config import (
     ObjectiveConfig,
     RunConfig,
     TrainingConfig,
+    override_all,
 )
 
 DEPENDENCE = (0.3, 0.5, 0.7, 0.8, 1.0)
@@ -234,10 +235,14 @@ def all_presets() -> dict[str, RunConfig]:
     return presets
 
 
-def preset(name: str) -> RunConfig:
+def preset(name: str, *settings: str) -> RunConfig:
+    """A preset (`vmd presets` lists them), with fields of your own: `vmd.preset("text-small", "training.steps=300")`.
+
+    `run.model` is for `vmd.VMD.for_data(run.model, data)`, the whole for `vmd.train(model, data, run)`.
+    """
     presets = all_presets()
     if not isinstance(name, str) or name not in presets:
         like = difflib.get_close_matches(str(name), presets, 6, 0.4) or list(presets)[:5]
         path = f"; a path goes with --data {name}" if isinstance(name, str) and os.path.exists(name) else ""
         raise InvalidInput(f"unknown preset {name!r}: `vmd presets` lists them, such as {', '.join(like)}{path}")
-    return presets[name]
+    return override_all(presets[name], list(settings))

@@ -430,7 +430,7 @@ def reproduce_sudoku(
         ]
         return write_results(results, out)
 
-    return run_systems(runs, done, made, run_one, write)
+    return run_systems(runs, done, made, run_one, write, on_note)
 
 
 def folder_of(out: Path, system: System) -> Path:

@@ -5,6 +5,7 @@ Every system is trained in a folder of its own; OUT/results.json holds all that 
 
 import json
 import platform
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,12 +105,17 @@ def run_systems(
     made: dict,
     run_one: Callable[[str], dict],
     write: Callable[[], dict],
+    on_note: Callable[[str], None] = lambda text: None,
 ) -> dict:
     """Those that are not done with these very settings, one after the other; the results are written after each."""
-    for name, run in runs.items():
-        if not is_done(done, name, run):
-            done[name] = run_one(name) | made | {"configuration": to_dict(run)}  # several goes, and machines
-            write()
+    missing = [name for name, run in runs.items() if not is_done(done, name, run)]
+    started = time.perf_counter()
+    for number, name in enumerate(missing):
+        minutes = (time.perf_counter() - started) / 60 / max(1, number) * (len(missing) - number)
+        left = f", some {minutes:.0f} minutes left if all take as long" if minutes >= 1 else ""
+        on_note(f"{number + 1} of {len(missing)}: {name}{left}")
+        done[name] = run_one(name) | made | {"configuration": to_dict(runs[name])}  # several goes, and machines
+        write()
     return write()
 
 

@@ -181,6 +181,9 @@ def reproduce_text(
     trains = any(not is_done(done, name, run) for name, run in runs.items())
     made = made_by(command, device) if trains else last_made(out, command, device)
     make_folder(out)
+    left_out = [name for name in systems if quick and not only and systems[name].slow]
+    if left_out:
+        on_note(f"left out of --quick, as slow: {', '.join(left_out)} (--only NAME trains one)")
     if not data:
         on_note("text: Python's own documentation, in letters and spaces; --data gives another")
     spread = spread_over(np.arange(len(tested)), budget.rows)
@@ -223,7 +226,7 @@ def reproduce_text(
         ]
         return write_results(results | figures, out)
 
-    results = run_systems(runs, done, made, run_system, write)
+    results = run_systems(runs, done, made, run_system, write, on_note)
     if budget.draws and judge_all(systems, done, tested, out, device, on_note):
         results = write()
     if budget.draws and count_all(systems, done, trained, tested, beside, figures, out):

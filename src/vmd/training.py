@@ -48,6 +48,7 @@ from vmd.masking import Masks, Rows, draw_masks, draw_steps
 from vmd.model import VMD, of_backbone, require_same_tokens, start_from
 from vmd.objective import Loss
 from vmd.optimizers import Optimizers, make_optimizer
+from vmd.progress import progress_bar
 
 
 class TrainingDiverged(RuntimeError):
@@ -398,7 +399,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     kl_weights: Tensor | None = None,
-    on_step: Callable[[int, dict | None], None] = lambda step, record: None,
+    on_step: Callable[[int, dict | None], None] | None = None,
     on_note: Callable[[str], None] = lambda text: None,
     on_look: Callable[[int], dict[str, float] | None] | None = None,
     look_every: int = 0,
@@ -406,7 +407,8 @@ def train(
     """Algorithms 1 and 3: train in place and return the log. With `out`, metrics, checkpoints and the model go there.
 
     `kl_weights` (M,) gives each model of an ensemble a KL weight of its own. `on_step(done, record)` is called after
-    every step; the record is None except when a log line was written. `on_note(text)` is told where a resumed run goes on
+    every step; the record is None except when a log line was written. Without it there is a progress bar on stderr.
+    `on_note(text)` is told where a resumed run goes on
     from. `on_look(done)` is called every `look_every` steps and at the end, while the model has its averaged weights; what
     it returns stands in the next log line. With `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step
     was saved.
@@ -470,6 +472,8 @@ def train(
         if out is not None and leads:
             text = {"text_sha256": data.sha256} if isinstance(data, TextData) else {}
             write_atomically(out / "run.json", json.dumps(to_dict(config) | text, indent=2))
+        if on_step is None:
+            on_step = step_bar(stack, training.steps)
         stack.enter_context(attention_by(model, way))
         stop = stack.enter_context(StopSignals(out is not None))
         good = torch.ones((), dtype=torch.bool, device=device)  # read at log lines only: reading waits for the device
@@ -547,6 +551,11 @@ def train(
             if leads:
                 model.save_pretrained(out, weights_now)
     return log
+
+
+def step_bar(stack: ExitStack, steps: int) -> Callable[[int, dict | None], None]:
+    update = stack.enter_context(progress_bar("training", steps))
+    return lambda done, record: update(done, "" if record is None else f"loss {record['total']:.4f}")
 
 
 def freeze(model: VMD | Ensemble, training: TrainingConfig) -> None:
