@@ -295,7 +295,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(trained, run):
 
 
 def test_a_run_can_be_resumed_for_more_steps_and_run_json_says_so(trained, run):
-    succeeds(*again(trained, run, "--resume", *settings("training.steps=8")))
+    done = succeeds(*again(trained, run, "--resume", *settings("training.steps=8")))
+    assert "8 training steps where the run had 6: its learning rate now falls over these" in done.err
     assert (run / "checkpoints" / "step-000000008.safetensors").exists()
     assert len(lines((run / "metrics.jsonl").read_text())) == 8
     assert json.loads((run / "run.json").read_text())["training"]["steps"] == 8
@@ -427,7 +428,7 @@ def test_evaluation_prints_a_table_on_stdout_and_nothing_else(trained):
     assert lines(done.out)[2].startswith("| certified bits per token | ")
     assert all(line.startswith("| ") for line in lines(done.out))
     assert "percent" in done.err
-    assert "z: KL" in done.err
+    assert "what z says, nats per block: KL" in done.err
 
 
 def test_every_line_of_the_table_has_as_many_cells_as_its_head(poker):

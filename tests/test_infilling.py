@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import vmd
 from vmd.config import InvalidInput, LatentConfig, ModelConfig
-from vmd.infilling import Stage, fit, stages
+from vmd.data.tokenizers import CharTokenizer
+from vmd.infilling import Stage, fit, gaps_of, stages
 from vmd.likelihood import nll_bound
 from vmd.model import VMD
 from vmd.network import Block
@@ -314,3 +315,9 @@ def test_bad_texts_are_refused():
     ):
         with pytest.raises(InvalidInput, match=named):
             vmd.infill(model, bad, **more)
+
+
+def test_an_underscore_with_a_backslash_is_no_gap():
+    letters = CharTokenizer("abc_\\")
+    for text, tokens in (("a_b", [0, -1, 1]), (r"a\_b_", [0, 3, 1, -1]), (r"\_", [3]), ("a\\b", [0, 4, 1])):
+        assert gaps_of(text, letters).tolist() == tokens

@@ -278,7 +278,9 @@ def sample(
     prompt: Annotated[
         str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'; of text, how it begins.")
     ] = None,
-    infill: Annotated[str | None, typer.Option(help="Text with _ for each gap, as in 'the ____ of science'.")] = None,
+    infill: Annotated[
+        str | None, typer.Option(help="Text with _ for each gap, as in 'the ____ of science'; \\_ is no gap.")
+    ] = None,
     tries: Annotated[
         int | None,
         typer.Option(

@@ -4,6 +4,7 @@ Such a model does not see what follows a gap when it writes. So it writes severa
 make the text after the gap likely: a particle filter, gap after gap, in which one candidate is drawn in the end.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,10 +49,15 @@ def stages(gap: Sequence[bool], block_size: int) -> list[Stage]:
     return found
 
 
+def between_gaps(text: str) -> list[str]:
+    """The parts of a text between its gaps, each of which is a _; one that is meant has a backslash before it."""
+    return [part.replace(r"\_", "_") for part in re.split(r"(?<!\\)_", text)]
+
+
 def gaps_of(text: str, tokenizer: Tokenizer | None) -> Tensor:
-    """Tokens of a text, -1 for every _."""
+    """Tokens of a text, -1 for every gap."""
     require(tokenizer is not None, f"a prompt {text!r:.60}: expected tokens: this is no model of text")
-    parts = [tokenizer.encode(part).tolist() for part in text.split("_")]  # type: ignore[union-attr]
+    parts = [tokenizer.encode(part).tolist() for part in between_gaps(text)]  # type: ignore[union-attr]
     return torch.tensor(parts[0] + [token for part in parts[1:] for token in (-1, *part)])
 
 

@@ -143,9 +143,7 @@ def train_run(
     run.objective.check(run.model)
     if isinstance(data, TextData) and isinstance(data.tokenizer, Text8Tokenizer) and run.data.name != "text8":
         say(TEXT8_NOTE)
-    before = saved(folder, "training").get("steps") if resume else None
-    if before not in (None, run.training.steps) and run.training.schedule != "constant":
-        say(f"note: {run.training.steps} training steps where the run had {before}: its learning rate now falls over these")
+    before = saved(folder, "training").get("steps", run.training.steps) if resume else run.training.steps
     parts = parts_that_fit(run, world_size()) if device == "cpu" and "training.accumulate" not in chosen else 1
     if parts > run.training.accumulate:
         run = replace(run, training=replace(run.training, accumulate=parts))
@@ -192,6 +190,8 @@ def train_run(
             if not started:
                 say(describe(model.parameter_counts()))
                 steps, warmup = run.training.steps, run.training.warmup_steps
+                if before != steps and run.training.schedule != "constant":
+                    say(f"note: {steps} training steps where the run had {before}: its learning rate now falls over these")
                 if warmup > steps:
                     say(f"training.warmup_steps={warmup}: the learning rate does not reach its value in {steps} steps")
                 started = True

@@ -113,7 +113,8 @@ def run_systems(
     for number, name in enumerate(missing):
         minutes = (time.perf_counter() - started) / 60 / max(1, number) * (len(missing) - number)
         left = f", some {minutes:.0f} minutes left if all take as long" if minutes >= 1 else ""
-        on_note(f"{number + 1} of {len(missing)}: {name}{left}")
+        if len(missing) > 1:
+            on_note(f"{number + 1} of {len(missing)}: {name}{left}")
         done[name] = run_one(name) | made | {"configuration": to_dict(runs[name])}  # several goes, and machines
         write()
     return write()

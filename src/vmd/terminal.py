@@ -211,11 +211,11 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     if tokenizer is None:
         return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
     from vmd.data.tokenizers import Text8Tokenizer, as_text8
-    from vmd.infilling import gaps_of
+    from vmd.infilling import between_gaps, gaps_of
 
     if isinstance(tokenizer, Text8Tokenizer):
         require("_" not in (prompt or ""), f"--prompt {prompt!r}: _ is no letter of this model: expected --infill for gaps")
-        parts = (prompt or infill or "").split("_")
+        parts = between_gaps(prompt or infill or "")
         lost = any(part.strip() for part in parts) and not any(as_text8(part).strip() for part in parts)
         option = f"--prompt {prompt!r}" if infill is None else f"--infill {infill!r}"
         require(not lost, f"{option}: none of it is left in the 27 letters of this model: expected letters a to z or digits")
@@ -223,7 +223,8 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
             say(TEXT8_NOTE)
     if prompt is not None:
         row = tokenizer.encode(prompt).tolist()
-    require(infill is None or "_" in infill, f"--infill {infill!r}: expected a _ for each gap; --prompt goes on from a text")
+    has_gap = infill is None or len(between_gaps(infill)) > 1
+    require(has_gap, f"--infill {infill!r}: expected a _ for each gap; --prompt goes on from a text")
     if infill is not None:
         row = gaps_of(infill, tokenizer).tolist()
     option = "--prompt" if infill is None else "--infill"

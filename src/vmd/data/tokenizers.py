@@ -43,7 +43,8 @@ class CharTokenizer:
         lone = (points >= 0xD800) & (points < 0xE000)
         require(not lone.any(), "tokenizer char: half a surrogate pair in the alphabet: expected whole characters")
         self.alphabet, self.vocab_size = alphabet, len(alphabet)
-        self.expected = f"expected one of the {len(alphabet)} characters of the alphabet"
+        choice = f"expected one of the {len(alphabet)} characters of the alphabet"
+        self.expected = f"{choice} (trained with --tokenizer byte, a model reads any)"
         self.symbols = tuple(c if c.isprintable() else c.encode("unicode_escape").decode() for c in alphabet)
         self._points = points
         self._ids = np.full(int(points.max()) + 2, -1, dtype=np.int32)  # the last entry: whatever is beyond the alphabet
