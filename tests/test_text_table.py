@@ -239,6 +239,15 @@ def test_systems_differ_in_what_they_are_alone(plans):
         assert len({replace(run.training, seed=0) for name, run in runs.items() if name != JUDGE}) == 1
 
 
+def test_one_system_without_a_latent_has_more_parameters_than_any_with_codes_in_blocks_of_four(plans):
+    sizes = {
+        name: sum(VMD(run.model).parameter_counts().values()) for name, run in plans[FULL.length].items() if "r = 4" in name
+    }
+    larger = sizes["BD3-LM, r = 4, larger"]
+    assert all(size < larger for name, size in sizes.items() if "codes" in name)
+    assert sizes["BD3-LM, r = 4"] < larger
+
+
 def test_steps_are_few_and_all(plans):
     runs = plans[FULL.length]
     assert step_counts(runs["AR"]) == [1]

@@ -50,10 +50,10 @@ SYSTEMS = (
     System("the paper's VMD, r = 8", "text-gaussian", 8, PAPER_Z),
     System("codes, r = 16", "text", 16),
     System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
-    System("BD3-LM, r = 4, larger", "text-mdm", 4, ("model.mlp_ratio=6",)),  # 8.5 M: more parameters than with codes
+    System("BD3-LM, r = 4, larger", "text-mdm", 4, ("model.mlp_ratio=11",)),  # more parameters than with 2,048 codes
     System("BD3-LM, r = 4, second seed", "text-mdm", 4, second_seed=True),
     System("codes, r = 4, second seed", "text", 4, second_seed=True),
-    System("draft for one step, r = 4, second seed", "text-draft", 4, ONE_STEP, second_seed=True),
+    System("2048 codes, r = 4, second seed", "text", 4, ("model.latent.codes=2048",), slow=True, second_seed=True),
 )
 
 JUDGE = SYSTEMS[0]

@@ -620,7 +620,6 @@ def latent_record(model: VMD, batch: Batch, fixed: Tensor | None, generator: tor
         "latent_marginal_gap": found.marginal_gap,
         "latent_nll_gap": found.nll_gap,
         active: found.active,
-        "latent_spread": [round(value, 5) for value in found.spread],  # KL of dimensions, or use of codes
     }
 
 
