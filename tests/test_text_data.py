@@ -12,6 +12,7 @@ import tempfile
 import urllib.request
 import warnings
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from pathlib import Path
 from urllib.error import URLError
@@ -521,13 +522,28 @@ def test_what_a_killed_run_left_is_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
 
 
-def test_two_runs_do_not_write_into_each_other(tmp_path):
-    source = saved(tmp_path / "a.txt", mixed(500))
+@pytest.mark.parametrize("ends", ["done", "given up"])
+def test_two_runs_do_not_write_into_each_other(tmp_path, ends):
+    """The second waits for the first, and takes what that has made or, if it has made nothing, makes it."""
+    source, out = saved(tmp_path / "a.txt", mixed(500)), tmp_path / "out"
+    prepare_text(source, "byte", tmp_path / "whole" / "out")
+    whole = contents(tmp_path / "whole" / "out")
     saved(tmp_path / "out.partial" / "train.bin", "being written")
-    before = contents(tmp_path)
-    with claimed(tmp_path / "out.partial"):
-        refuses("another run is writing", prepare_text, source, "byte", tmp_path / "out")
-    assert contents(tmp_path) == before
+    while_held = contents(tmp_path)
+    with ThreadPoolExecutor() as threads:
+        with claimed(tmp_path / "out.partial"):
+            second = threads.submit(prepare_text, source, "byte", out)
+            with pytest.raises(TimeoutError):
+                second.result(0.5)
+            assert contents(tmp_path) == while_held
+            shutil.rmtree(tmp_path / "out.partial")
+            if ends == "done":
+                shutil.copytree(tmp_path / "whole" / "out", out)
+                made = (out / "train.bin").stat().st_ino
+        assert second.result(60) == out.resolve()
+    assert list(contents(out).values()) == list(whole.values())
+    assert ends == "given up" or (out / "train.bin").stat().st_ino == made
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "out", "whole"]
 
 
 @pytest.mark.parametrize("name", ["out", "out.partial"])

@@ -34,21 +34,35 @@ def make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Hold a folder for one run. The system lets go of it when the process ends, however it ends."""
+def claimed(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold a folder for one run. The system lets go of it when the process ends, however it ends.
+
+    `wait`: until another run is done with it, which may have moved it: then it is made anew.
+    """
     try:
         import fcntl
     except ImportError:  # not on Windows
         yield
         return
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise InvalidInput(f"{folder}: another run is writing here: wait for it, or use another folder") from None
-    finally:
-        os.close(held)
+    here = False
+    while not here:
+        if wait:
+            make_folder(folder)
+        try:
+            held = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            if wait:  # it was moved just now
+                continue
+            raise
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            here = not wait or (folder.is_dir() and os.path.samestat(os.fstat(held), folder.stat()))
+            if here:
+                yield
+        except BlockingIOError:
+            raise InvalidInput(f"{folder}: another run is writing here: wait for it, or use another folder") from None
+        finally:
+            os.close(held)
 
 
 def remove_together(paths: list[Path], folder: Path) -> None:

@@ -328,8 +328,11 @@ def _prepare(
 
     make_folder(out.parent)
     make_folder(partial)
-    with claimed(partial):
+    with claimed(partial, wait=True):
         try:
+            if _is_ready(out, asked, tokenizer):  # another run made it while this one waited
+                shutil.rmtree(partial, ignore_errors=True)
+                return out
             for left in partial.iterdir():  # by a run that was killed
                 left.unlink()
             texts = _documents(files, paragraphs, on_progress, again=True)
