@@ -24,7 +24,7 @@ from helpers import (
 )
 from vmd import training
 from vmd.attention import attention_by
-from vmd.codes import order_targets
+from vmd.codes import CodeDecoder, order_targets
 from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data.synthetic import deterministic
 from vmd.diagnostics import diagnose
@@ -672,26 +672,40 @@ def test_few_tokens_have_the_logits_of_many(by_place):
 
 @all_codes
 @shapes
-@pytest.mark.parametrize(("rows", "kind"), [(1, torch.float32), (40, torch.float32), (2, torch.float64)])
-def test_what_is_only_scored_has_the_scores_of_what_is_trained(z_config, length, r, rows, kind):
-    """A CPU that keeps no gradients leaves out what is no target, and scores place by place: of few tokens and of many."""
-    model = strong_model(length, r, V, z_config).to(kind)
+@pytest.mark.parametrize(("rows", "kind", "chunk"), [(1, torch.float32, 0), (40, torch.float32, 3), (2, torch.float64, 0)])
+def test_leaving_out_what_is_no_target_changes_nothing(z_config, length, r, rows, kind, chunk, monkeypatch):
+    """A CPU scores targets alone, place by place, few tokens and many: the same scores and gradients as of all tokens."""
+    model = strong_model(length, r, V, dataclasses.replace(z_config, code_chunk=chunk)).to(kind)
     xt, x0, target = step_inputs(length, r, rows)
-    trained, alone = model.coder.code_scores_twice(xt, x0, target)
+
+    def scores_and_gradients():
+        model.zero_grad()
+        scores, alone = model.coder.code_scores_twice(xt, x0, target)
+        (scores.log_joint().logsumexp(-1).sum() + alone.sum()).backward()
+        return scores.log_joint(), alone, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    joint, alone, gradients = scores_and_gradients()
     with torch.no_grad():
-        scored, alone_scored = model.coder.code_scores_twice(xt, x0, target)
+        scored, scored_alone = model.coder.code_scores_twice(xt, x0, target)
         nothing = model.coder.code_scores(xt, x0, torch.zeros_like(target))
-    assert torch.allclose(trained.log_joint(), scored.log_joint(), atol=1e-4)
-    assert torch.allclose(alone, alone_scored, atol=1e-4)
+    monkeypatch.setattr(CodeDecoder, "_by_target", lambda *_: False)
+    whole, whole_alone, whole_gradients = scores_and_gradients()
+    for some, some_alone in ((joint, alone), (scored.log_joint(), scored_alone)):
+        assert torch.allclose(some, whole, atol=1e-4)
+        assert torch.allclose(some_alone, whole_alone, atol=1e-4)
+    assert gradients.keys() == whole_gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, whole_gradients[name], rtol=1e-3, atol=1e-3), name
     assert nothing.log_joint().logsumexp(-1).abs().max() < 1e-4  # what asks for nothing is certain
 
 
-def test_what_is_no_target_takes_no_work_where_nothing_is_trained(monkeypatch):
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_is_no_target_takes_no_work(trained, monkeypatch):
     model = strong_model(9, 3, V, codes())
     xt, x0, target = step_inputs(9, 3, 40)
     seen, head = [], model.coder.head.forward
     monkeypatch.setattr(model.coder.head, "forward", lambda h: seen.append(h.shape[:-1].numel()) or head(h))
-    with torch.no_grad():
+    with torch.set_grad_enabled(trained):
         model.coder.code_scores(xt, x0, target)
     assert 0 < sum(seen) == int(target.sum()) < target.numel()
 

@@ -210,14 +210,14 @@ class CodeDecoder(Decoder):
         c = self.config
         codes = torch.arange(c.latent.codes, device=x0.device)
         per_code = max(self._per_code(x0.numel()), x0.numel() * 2 * c.mlp_ratio * c.width if c.latent.code_layers else 0)
+        budget, fewest = largest_tensor(x0.device), 1
         if self.kernel_scores():  # no logits
             per_code = max(x0.numel(), self.pathway.places * padded(c.vocab_size) * (c.latent.head_dim or c.width))
-        budget = largest_tensor(x0.device)
-        if (
-            x0.device.type == "cpu" and not torch.is_grad_enabled()
-        ):  # small parts are faster; with gradients all is made twice
-            budget = budget * (self.pathway.places if self._by_target(features) else 1) // 2**5
-        chunk = c.latent.code_chunk or max(1, min(len(codes), budget // per_code))
+        elif self._by_target(features):  # a place at a time; small parts are faster, but each makes what all codes share
+            budget, fewest = budget * self.pathway.places // 2**5, 1 + 2 * c.width // c.vocab_size
+        elif x0.device.type == "cpu" and not torch.is_grad_enabled():  # with gradients all is made twice
+            budget //= 2**5
+        chunk = c.latent.code_chunk or max(fewest, min(len(codes), budget // per_code))
         parts = []
         for some in codes.split(chunk):
             if chunk < len(codes) and torch.is_grad_enabled():  # forget the chunk's activations, make them again
@@ -258,11 +258,11 @@ class CodeDecoder(Decoder):
         return log_p.gather(-1, index).squeeze(-1)
 
     def _by_target(self, features: CodeFeatures) -> bool:
-        """Whether tokens that are no targets are left out: a CPU that only scores need not wait to know which these are."""
+        """Whether tokens that are no targets are left out: a CPU need not wait to know which these are."""
         c, h = self.config, features.h
         in_the_head = c.latent.head == "bilinear" and not c.latent.code_layers
-        waits = torch.is_grad_enabled() or is_batchedtensor(h)  # members of an ensemble have shapes in common
-        return in_the_head and h.device.type == "cpu" and not waits
+        same_shapes = is_batchedtensor(h) or torch.compiler.is_compiling()  # members of an ensemble have them in common
+        return in_the_head and h.device.type == "cpu" and not same_shapes
 
     def _score_targets(self, h: Tensor, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
         """The same (B L, n) from h (B L, D), of targets alone, place by place."""
