@@ -213,6 +213,8 @@ class CodeDecoder(Decoder):
         budget, fewest = largest_tensor(x0.device), 1
         if self.kernel_scores():  # no logits
             per_code = max(x0.numel(), self.pathway.places * padded(c.vocab_size) * (c.latent.head_dim or c.width))
+        elif c.latent.head == "additive" and not c.latent.code_layers:  # nor here
+            per_code = max(x0.numel(), c.block_size * c.vocab_size)
         elif self._by_target(features):  # a place at a time; small parts are faster, but each makes what all codes share
             budget, fewest = budget * self.pathway.places // 2**5, 1 + 2 * c.width // c.vocab_size
         elif x0.device.type == "cpu" and not torch.is_grad_enabled():  # with gradients all is made twice
