@@ -584,6 +584,56 @@ def test_codes_fit_the_budget_whatever_the_vocabulary(monkeypatch):
     assert made == [2, 2, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("z_config", "vocab", "budget", "parts"),
+    [
+        (codes(7, head="additive"), 3, 3 * 20, [3, 3, 1]),  # a number for every token
+        (codes(7, head="additive"), 40, 3 * 4 * 40, [3, 3, 1]),  # and for every symbol at every place
+        (codes(12, by_place=True), 40, 5 * 40 * 4 * 16 * 8, [5, 5, 2]),  # an output layer for every place
+        (codes(12, by_place=True), 3, 0, [11, 1]),  # what all share, two rows of 16 a token, is worth 11 codes of 3 symbols
+    ],
+)
+def test_trained_codes_fit_the_budget(z_config, vocab, budget, parts, monkeypatch):
+    model, made = tiny_model(4, 4, vocab, z_config), []
+    score = model.coder._score_some
+    monkeypatch.setattr(model.coder, "_score_some", lambda f, some, *more: made.append(len(some)) or score(f, some, *more))
+    monkeypatch.setattr("vmd.codes.largest_tensor", lambda device: budget)
+    x0 = random_tokens(5, 4, vocab)
+    scores = model.coder.code_scores(torch.full_like(x0, vocab), x0, torch.ones_like(x0).bool())
+    assert made == parts
+    scores.log_likelihood.sum().backward()
+    assert sum(made) == 2 * z_config.codes  # each part is made again
+
+
+def of_all(model, xt, x0, target):
+    scores, alone = model.coder.code_scores_twice(xt, x0, target)
+    return scores.log_joint().logsumexp(-1).sum() + alone.sum()
+
+
+def test_codes_compile_as_one_graph_on_a_cpu():
+    """Shapes that depend on the masks would break it."""
+    model = strong_model(4, 2, V, codes(by_place=True))
+    inputs = step_inputs(4, 2)
+    compiled = torch.compile(of_all, fullgraph=True, backend="eager")
+    assert compiled(model, *inputs).item() == pytest.approx(of_all(model, *inputs).item(), abs=1e-4)
+
+
+def test_each_row_has_a_gradient_of_its_own():
+    model = strong_model(4, 2, V, codes(by_place=True))
+    inputs = step_inputs(4, 2)
+    parameters = dict(model.named_parameters())
+
+    def of_row(parameters, *row):
+        with torch.nn.utils.stateless._reparametrize_module(model, parameters):
+            return of_all(model, *(part.unsqueeze(0) for part in row))
+
+    each = torch.func.vmap(torch.func.grad(of_row), (None, 0, 0, 0))(parameters, *inputs)
+    of_all(model, *inputs).backward()
+    for name, p in parameters.items():
+        together = torch.zeros_like(p) if p.grad is None else p.grad
+        assert torch.allclose(each[name].sum(0), together, rtol=1e-3, atol=1e-3), name
+
+
 # What the kernel is given, with another in its place that is as plain as can be
 
 

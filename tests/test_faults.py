@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -83,10 +84,13 @@ def test_a_run_killed_again_and_again_ends_as_the_undisturbed_one(tmp_path, undi
         process.kill()
         process.communicate()
         assert not (out / "model.safetensors").exists()
+    left = out / "checkpoints" / "step-000000077.safetensors.1-1.partial"
+    left.write_bytes(b"half of a checkpoint")
     finished = start(tmp_path, out, "--resume")
     _, said = finished.communicate()
     assert finished.returncode == 0
     assert "resuming from step " in said
+    assert not left.exists()
     assert same(out, undisturbed)
 
 
@@ -173,6 +177,14 @@ def test_a_full_disk_is_one_line_and_the_previous_file_survives(tmp_path, monkey
         write_atomically(path, b"new")
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["weights"]
+
+
+def test_those_who_write_one_file_at_the_same_time_do_not_mix(tmp_path):
+    path, contents = tmp_path / "file", [bytes([number]) * 100_000 for number in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(lambda number: write_atomically(path, contents[number % 4]), range(80)):
+            assert path.read_bytes() in contents
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_loss_that_is_no_number_names_step_seed_and_checkpoint(tmp_path, monkeypatch):

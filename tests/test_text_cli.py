@@ -83,7 +83,11 @@ def test_held_out_text_is_looked_at_while_a_model_learns(source, tmp_path):
 def test_a_text_too_short_to_hold_some_out_is_learned_all_the_same(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(TEXT[:100])
-    assert "validation" not in train(short, tmp_path / "run").err
+    told = train(short, tmp_path / "run").err
+    assert (
+        "note: without a look at validation text on the way: short.txt: 5 tokens of its validation part: " in told
+    )
+    assert "validation text takes" not in told
 
 
 def test_samples_with_line_ends_are_told_apart(tmp_path):
@@ -518,6 +522,8 @@ def test_a_step_that_does_not_fit_is_said_with_what_would(monkeypatch):
         pages = {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": gigabytes * 10**6}
         monkeypatch.setattr("os.sysconf", pages.__getitem__)
         assert parts_that_fit(run) == parts
+    large = sized("text", 32_000)
+    assert parts_that_fit(large) > 1  # 200 GB are no longer enough: logits take 101
 
 
 @pytest.mark.parametrize(("fits", "noted"), [(1, False), (4, True)])
@@ -544,9 +550,9 @@ def test_one_is_told_of_a_run_that_takes_days_on_a_cpu(source, tmp_path, monkeyp
     assert "takes some 15.2 days: preset text-small takes minutes" in told
 
 
-def sized(name: str):
+def sized(name: str, vocabulary: int = 27):
     run = preset(name)
-    return replace(run, model=run.model.resolved(run.model.length, 27))
+    return replace(run, model=run.model.resolved(run.model.length, vocabulary))
 
 
 def test_a_text_is_gone_on_with_in_python():

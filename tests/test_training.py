@@ -712,6 +712,21 @@ def test_a_look_that_fails_leaves_the_model_its_own_weights():
     assert equal_weights(looked_at, stopped)
 
 
+def test_a_look_that_fails_costs_no_step(out):
+    config = run_config()
+
+    def look(step: int) -> None:
+        if step == config.training.steps:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train(model_for(config), data(), config, out=out, on_look=look, look_every=2)
+    resumed, undisturbed = model_for(config), model_for(config)
+    train(resumed, data(), config, out=out, resume=True, on_step=lambda step, record: pytest.fail("nothing is left to do"))
+    train(undisturbed, data(), config)
+    assert equal_weights(resumed, undisturbed)
+
+
 def test_looking_is_not_training_time():
     config, started = run_config(), time.perf_counter()
     log = train(model_for(config), data(), config, on_look=lambda step: time.sleep(0.1), look_every=2)

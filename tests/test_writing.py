@@ -11,7 +11,7 @@ from vmd.writing import fresh_seeds
 
 V = 3
 kinds = pytest.mark.parametrize("z_config", [NO_LATENT, *CODES.values()], ids=["none", *CODES])
-shapes = pytest.mark.parametrize(("length", "r"), [(8, 2), (12, 4), (4, 4), (6, 1)])
+shapes = pytest.mark.parametrize(("length", "r"), [(8, 2), (12, 4), (4, 4), (6, 1), (3, 1), (2, 2)])
 
 
 @kinds
@@ -26,7 +26,7 @@ def test_windows_see_the_end_of_what_stands_before(z_config, length, r, begun):
     assert (found[:, :begun] == prompt).all()
     have, window = begun, 0
     while have < found.shape[1]:
-        seen = have if have <= length - length // 4 else length // 2
+        seen = have if have <= length - max(1, length // 4) else length // 2
         canvas = torch.full((3, length), -1)
         canvas[:, :seen] = found[:, have - seen : have]
         seeds = fresh_seeds([5, 6, 7], window) if window else [5, 6, 7]

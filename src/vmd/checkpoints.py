@@ -49,7 +49,8 @@ def save_checkpoint(
     metadata["checksum"] = checksum(tensors, metadata)
     make_folder(out / "checkpoints")
     write_atomically(out / "checkpoints" / f"step-{step:09d}.safetensors", dump_tensors(tensors, metadata))
-    for old in checkpoint_files(out)[:-KEPT]:
+    unfinished = (out / "checkpoints").glob("*.partial")  # by a run that was killed
+    for old in [*checkpoint_files(out)[:-KEPT], *unfinished]:
         old.unlink()
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils.checkpoint import checkpoint
 
 from vmd.attention import CleanPrefix, KVCache, Visible
@@ -263,8 +263,8 @@ class CodeDecoder(Decoder):
         """Whether tokens that are no targets are left out: a CPU need not wait to know which these are."""
         c, h = self.config, features.h
         in_the_head = c.latent.head == "bilinear" and not c.latent.code_layers
-        same_shapes = is_batchedtensor(h) or torch.compiler.is_compiling()  # members of an ensemble have them in common
-        return in_the_head and h.device.type == "cpu" and not same_shapes
+        transformed = torch.compiler.is_compiling() or peek_interpreter_stack() is not None  # shapes must not depend on data
+        return in_the_head and h.device.type == "cpu" and not transformed
 
     def _score_targets(self, h: Tensor, some: Tensor, x0: Tensor, target: Tensor) -> Tensor:
         """The same (B L, n) from h (B L, D), of targets alone, place by place."""

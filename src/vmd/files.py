@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,13 +57,20 @@ def claimed(folder: Path, *, wait: bool = False) -> Iterator[None]:
             raise
         try:
             fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            here = not wait or (folder.is_dir() and os.path.samestat(os.fstat(held), folder.stat()))
+            here = not wait or is_still_at(folder, held)
             if here:
                 yield
         except BlockingIOError:
             raise InvalidInput(f"{folder}: another run is writing here: wait for it, or use another folder") from None
         finally:
             os.close(held)
+
+
+def is_still_at(folder: Path, held: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(held), folder.stat())
+    except FileNotFoundError:
+        return False
 
 
 def remove_together(paths: list[Path], folder: Path) -> None:
@@ -89,8 +97,11 @@ def remove_together(paths: list[Path], folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write beside the target, flush to disk, rename: a reader sees the old file or the new one, never a part."""
-    partial = path.with_name(path.name + ".partial")
+    """Write beside the target, flush to disk, rename: a reader sees the old file or the new one, never a part.
+
+    Those who write the same file at the same time each write a part of their own; the last one stays.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.partial")
     try:
         with open(partial, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -72,14 +72,15 @@ LOOKS, ROWS_LOOKED_AT = 10, 32
 
 
 def look_at_validation(model: Any, run: RunConfig, tokenizer: Any) -> Any:
-    """Of text: what a few rows of the validation part cost, some ten times in a run. None where there are none."""
+    """Of text: what a few rows of the validation part cost, some ten times in a run. None where the text is too short."""
     import numpy as np
 
     from vmd.evaluation import bits_in_passing
 
     try:
         held_out = open_data(run, "validation", tokenizer)
-    except InvalidInput:  # too short a text
+    except InvalidInput as error:
+        say(f"note: without a look at validation text on the way: {error}")
         return None
     count = min(ROWS_LOOKED_AT, len(held_out))
     rows = held_out.rows_at(np.arange(count) * len(held_out) // count).long().to(model.device)

@@ -179,10 +179,11 @@ def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ..
 
 
 def parts_that_fit(run: Any, processes: int = 1) -> int:
-    """In how many parts a training step on a CPU needs half of the memory: a layer keeps some 45 tensors of its width, if
-    the latent's are counted with it. Of each process's share of the batch."""
+    """In how many parts a training step on a CPU needs half of the memory: a layer keeps some 45 tensors of its width, and
+    the output some 6 of the vocabulary's, if the latent's are counted with them. Of each process's share of the batch."""
     model, batch = run.model, run.training.batch_size
-    kept = 4 * 45 * batch * model.length * (2 if model.blocks > 1 else 1) * model.width * model.layers
+    layers = 45 * (2 if model.blocks > 1 else 1) * model.width * model.layers
+    kept = 4 * batch * model.length * (layers + 6 * model.vocab_size)
     share, most = max(1, batch // processes), -(-2 * kept // memory_here())
     return next(parts for parts in range(1, share + 1) if share % parts == 0 and (parts >= most or parts == share))
 

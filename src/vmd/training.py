@@ -508,6 +508,8 @@ def train(
             if (logging or saving or looking) and highest_of_all(int(not good)):
                 where = training.steps - highest_of_all(0 if good else training.steps - int(bad_step))
                 raise TrainingDiverged(divergence(where, training, out))
+            if saving and out is not None:  # before anything else that may fail
+                save_checkpoint(out, done, parameters, average, optimizer, to_dict(config), write=leads)
             if looking and on_look is not None:
                 looked = time.perf_counter()
                 with averaged(parameters, average), attention_by(model, uncompiled(way)):
@@ -534,8 +536,6 @@ def train(
                 log.append(record)
                 if out is not None and leads:
                     append_line(out / "metrics.jsonl", record)
-            if saving and out is not None:
-                save_checkpoint(out, done, parameters, average, optimizer, to_dict(config), write=leads)
             on_step(done, record)
             if stopped_by is not None and done < training.steps:
                 wait_for_all()  # torchrun ends the others when one has gone, and the first may still be writing

@@ -53,10 +53,12 @@ def write(
 
     rows, begun = prompt.long().repeat(n, 1), len(prompt)
     nfe = cache_passes = windows = 0
+    window, desk = model, None
     while (have := rows.shape[1]) < length:
-        seen = have if have <= full - full // 4 else full // 2
+        seen = have if have <= full - max(1, full // 4) else full // 2
         size = min(full, max(model.config.shortest, -(-(seen + length - have) // r) * r))
-        window = model.shortened(size)
+        if size != window.config.length:
+            window, desk = model.shortened(size), None
         canvas = torch.full((n, size), -1)
         canvas[:, :seen] = rows[:, have - seen :]
         chance = seeds if not windows else fresh_seeds(seeds, windows)
@@ -64,7 +66,9 @@ def write(
         def tell(done: int, total: int, have: int = have, new: int = size - seen) -> None:
             on_progress(min(length, have + new * done // total) - begun, length - begun)
 
-        made = window.sample(prompt=canvas, seeds=chance, on_progress=tell, **options)
+        if desk is None and window.records(canvas, **options):  # what is recorded serves all windows of a size
+            desk = window.desk(min(n, options.get("batch_size", n)), record=True)
+        made = window.sample(prompt=canvas, seeds=chance, on_progress=tell, desk=desk, **options)
         rows = torch.cat([rows, made.tokens[:, seen:].cpu()], dim=1)
         nfe, cache_passes, windows = nfe + made.nfe, cache_passes + made.cache_passes, windows + 1
     return Samples(rows[:, :length].to(model.device), None, nfe, cache_passes, [])
