@@ -32,7 +32,7 @@ def test_a_preset_makes_a_model_of_its_data(name):
 def test_presets_for_one_s_own_data_wait_for_it():
     waiting = [name for name in PRESETS if name not in WITH_DATA]
     own = [f"{kind}{latent}" for kind in ("array", "text", "text-small", "sudoku") for latent in ("", "-gaussian", "-mdm")]
-    text = ["text-draft", "text-paper", "text-mdm-paper"]
+    text = ["text-draft", "text-small-draft", "text-paper", "text-mdm-paper"]
     assert waiting == [*own, *text, "sudoku-paper", "sudoku-mdm-paper", "sudoku-noise-paper", "sudoku-gpt2"]
 
 

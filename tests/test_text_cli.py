@@ -26,7 +26,7 @@ from vmd.infilling import infill
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
 from vmd.presets import preset
-from vmd.terminal import days_on_a_cpu, parts_that_fit
+from vmd.terminal import days_on_a_cpu, parts_that_fit, work_of_codes
 from vmd.training import train as fit
 
 SMALL = settings(
@@ -84,9 +84,7 @@ def test_a_text_too_short_to_hold_some_out_is_learned_all_the_same(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(TEXT[:100])
     told = train(short, tmp_path / "run").err
-    assert (
-        "note: without a look at validation text on the way: short.txt: 5 tokens of its validation part: " in told
-    )
+    assert "note: without a look at validation text on the way: short.txt: 5 tokens of its validation part: " in told
     assert "validation text takes" not in told
 
 
@@ -548,6 +546,18 @@ def test_one_is_told_of_a_run_that_takes_days_on_a_cpu(source, tmp_path, monkeyp
     assert "takes some 15.2 days\n" in told  # as small as one may want it
     told = succeeds(*arguments, "--set", "model.width=132", "--out", tmp_path / "large").err
     assert "takes some 15.2 days: preset text-small takes minutes" in told
+
+
+@pytest.mark.parametrize(("width", "better"), [(16, "text-small-draft"), (132, "text-draft")])
+def test_one_is_told_of_codes_that_are_too_much_work_for_their_vocabulary(source, tmp_path, monkeypatch, width, better):
+    assert work_of_codes(sized("text").model) < work_of_codes(sized("text", 256).model) < 4
+    assert work_of_codes(sized("text-small", 4096).model) > 4
+    arguments = ("train", "text", "--data", source, "--device", "cpu", *SMALL, "--set", f"model.width={width}")
+    assert "the work of" not in succeeds(*arguments, "--out", tmp_path / "letters").err
+    monkeypatch.setattr("vmd.runs.work_of_codes", lambda model: 26.7)
+    told = succeeds(*arguments, "--out", tmp_path / "pieces").err
+    assert "note: 4 codes of 14 symbols take 27 times the work of no latent: for tokens of several letters" in told
+    assert f"preset {better} is better\n" in told
 
 
 def sized(name: str, vocabulary: int = 27):

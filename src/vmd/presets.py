@@ -148,10 +148,10 @@ def text_paper(kind: str = "gaussian") -> RunConfig:
     return replace(run, model=replace(run.model, latent=latent), objective=objective, training=training)
 
 
-def text_draft() -> RunConfig:
+def text_draft(*, small: bool = False) -> RunConfig:
     """Text whose blocks are written in one evaluation, their tokens in turn by a small head; fit for more steps too."""
-    run = text("none")
-    return replace(run, model=replace(run.model, draft=512), objective=ObjectiveConfig(together=0.5))
+    run = text_small("none") if small else text("none")
+    return replace(run, model=replace(run.model, draft=2 * run.model.width), objective=ObjectiveConfig(together=0.5))
 
 
 def sudoku(kind: str = "categorical") -> RunConfig:
@@ -217,6 +217,7 @@ def all_presets() -> dict[str, RunConfig]:
         presets |= {name: make(), f"{name}-gaussian": make("gaussian"), f"{name}-mdm": make("none")}
     presets |= {
         "text-draft": text_draft(),
+        "text-small-draft": text_draft(small=True),
         "text-paper": text_paper(),
         "text-mdm-paper": text_paper("none"),
         "sudoku-paper": sudoku_paper(),

@@ -10,7 +10,17 @@ from typing import Any
 
 from vmd.config import InvalidInput, LatentConfig, RunConfig, from_dict, require, to_dict
 from vmd.files import TOKENIZER_FILE
-from vmd.terminal import CPU_SPEED, TEXT8_NOTE, days_on_a_cpu, describe, parts_that_fit, saved, say, short
+from vmd.terminal import (
+    CPU_SPEED,
+    TEXT8_NOTE,
+    days_on_a_cpu,
+    describe,
+    parts_that_fit,
+    saved,
+    say,
+    short,
+    work_of_codes,
+)
 
 
 def run_as_it_began(path: Path) -> RunConfig:
@@ -153,6 +163,10 @@ def train_run(
         larger = is_text(run.data.name) and run.model.width > presets.preset("text-small").model.width
         smaller = ": preset text-small takes minutes" if larger else ""
         say(f"note: this run is for a GPU; a CPU of {CPU_SPEED / 1e9:.0f} GFLOP/s takes some {days:.1f} days{smaller}")
+    if isinstance(data, TextData) and run.model.latent.coded and not resume and (work := work_of_codes(run.model)) > 4:
+        small = "-small" if run.model.width <= presets.preset("text-small").model.width else ""
+        codes = f"{run.model.latent.codes} codes of {data.vocab_size:,} symbols take {work:.0f} times the work of no latent"
+        say(f"note: {codes}: for tokens of several letters preset text{small}-draft is better")
     model = VMD(run.model, seed=run.training.seed).to(device)
     if run.training.init and not resume:
         start_from(model, run.training.init)  # which fails, if it does, before anything is written

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,11 @@ CPU_SPEED = 1e11  # operations a second, of a few cores
 
 def days_on_a_cpu(run: Any) -> float:
     return 3 * forward_flops(run.model) * run.training.batch_size * run.training.steps / CPU_SPEED / 86_400
+
+
+def work_of_codes(model: Any) -> float:
+    """Of a network with codes, for one without: their output layers grow with the vocabulary."""
+    return forward_flops(model) / forward_flops(replace(model, latent=replace(model.latent, kind="none", by_place=False)))
 
 
 def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any, wanted: int | None = None) -> list[int]:
