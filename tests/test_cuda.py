@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import vmd
 from vmd import attention
 from vmd.attention import Visibility, attend, attend_few, of_first_queries, visibility
 from vmd.bench import RandomTokens
@@ -293,6 +294,19 @@ def test_samples_are_recorded_unasked_and_equal_the_uncached_ones(kind, monkeypa
     by_default, uncached = (model.sample(20, seeds=list(range(20)), rule="argmax", cache=cache) for cache in (True, False))
     assert [bool(found.recordings) for found in desks] == [True]
     assert (by_default.tokens == uncached.tokens).float().mean() > 0.98  # equal but for ties of rounding
+
+
+@pytest.mark.parametrize("n", [3, 20])
+def test_windows_of_a_size_share_what_is_recorded(n, monkeypatch):
+    model, desks, desk = VMD(text_like("model.latent.kind=categorical").model).cuda().eval(), [], VMD.desk
+    monkeypatch.setattr(VMD, "desk", lambda *args, **more: desks.append(desk(*args, **more)) or desks[-1])
+    options = {"length": 64 * 6 + 128, "seeds": list(range(n)), "rule": "argmax", "batch_size": 8}
+    start = torch.tensor([1, 2, 3])
+    recorded = vmd.write(model, start, n, **options)
+    assert [bool(found.recordings) for found in desks] == [True]
+    plain = vmd.write(model, start, n, cache=False, **options)
+    assert (recorded.tokens == plain.tokens).float().mean() > 0.8  # equal but for ties of rounding, and what follows
+    assert recorded.nfe == plain.nfe
 
 
 @pytest.mark.parametrize("masked", [False, True])

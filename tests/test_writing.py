@@ -7,6 +7,7 @@ import vmd
 from command import refused, succeeds
 from helpers import CODES, NO_LATENT, strong_model
 from vmd.config import InvalidInput
+from vmd.model import VMD
 from vmd.writing import fresh_seeds
 
 V = 3
@@ -45,6 +46,19 @@ def test_a_row_depends_on_its_seed_alone(length, r):
     alone = [vmd.write(model, prompt, length=40, seeds=[seed]).tokens[0] for seed in (5, 6, 7)]
     assert torch.equal(together, torch.stack(alone))
     assert len({tuple(row.tolist()) for row in together}) == 3
+
+
+@pytest.mark.parametrize("n", [3, 7])
+def test_windows_of_a_size_share_a_desk(n, monkeypatch):
+    """Where steps are recorded, which is on a GPU; here they are not, but the desk is the same."""
+    model, desks, desk = strong_model(8, 2, V, CODES["by place"]), [], VMD.desk
+    options = {"length": 29, "seeds": range(n), "batch_size": 3}
+    plain = vmd.write(model, torch.tensor([0, 1]), n, **options)
+    monkeypatch.setattr(VMD, "records", lambda *_, **more: True)
+    monkeypatch.setattr(VMD, "desk", lambda model, rows, **more: desks.append(desk(model, rows)) or desks[-1])
+    shared = vmd.write(model, torch.tensor([0, 1]), n, **options)
+    assert [(found.rows, found.model.config.length) for found in desks] == [(3, 8), (3, 6)]
+    assert torch.equal(shared.tokens, plain.tokens)
 
 
 def test_windows_have_chances_of_their_own():

@@ -36,7 +36,7 @@ from vmd.objective import (
     draft_objective_together,
     objective,
 )
-from vmd.sampling import Desk, Draw, Samples, check_prompt, check_seeds, sample
+from vmd.sampling import BATCH_ROWS, Desk, Draw, Samples, check_prompt, check_seeds, sample
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 SHIPPED = Path(__file__).with_name("weights")  # models that come with the library
@@ -193,7 +193,7 @@ class VMD(nn.Module):
         n: int | None = None,
         *,
         prompt: Tensor | str | None = None,
-        batch_size: int = 8192,
+        batch_size: int = BATCH_ROWS,
         desk: Desk | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         **options,

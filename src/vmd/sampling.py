@@ -224,6 +224,9 @@ class Inputs(NamedTuple):
     doubt: Tensor | None = None  # (B, r): noise on the order, if there is any
 
 
+BATCH_ROWS = 8192  # of those who do not say
+
+
 class Desk:
     """What the steps of a batch read and write. It can be used again for a batch of as many rows.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, is_whole, require
-from vmd.sampling import Samples, check_seeds, hashed_uniforms
+from vmd.sampling import BATCH_ROWS, Samples, check_seeds, hashed_uniforms
 
 if TYPE_CHECKING:
     from vmd.model import VMD
@@ -67,7 +67,7 @@ def write(
             on_progress(min(length, have + new * done // total) - begun, length - begun)
 
         if desk is None and window.records(canvas, **options):  # what is recorded serves all windows of a size
-            desk = window.desk(min(n, options.get("batch_size", n)), record=True)
+            desk = window.desk(min(n, options.get("batch_size", BATCH_ROWS)), record=True)
         made = window.sample(prompt=canvas, seeds=chance, on_progress=tell, desk=desk, **options)
         rows = torch.cat([rows, made.tokens[:, seen:].cpu()], dim=1)
         nfe, cache_passes, windows = nfe + made.nfe, cache_passes + made.cache_passes, windows + 1
