@@ -7,8 +7,8 @@ def forward_flops(config: ModelConfig, *, together: bool = False) -> float:
     """Operations of the matrix products of one training sequence's forward pass: useful work only.
 
     A product of (m, k) and (k, n) counts 2 m k n. Attention counts the pairs that see each other, twice (scores, values).
-    Of a last layer the clean stream's keys and values count alone, since nothing reads the rest. `together`: a draft head
-    scores the tokens twice (`objective.together`).
+    Of a last layer the clean stream's keys and values count alone, since nothing reads the rest. Codes score every token,
+    as if all were masked. `together`: a draft head scores the tokens twice (`objective.together`).
     """
     c, d, length, r, z = config, config.width, config.length, config.block_size, config.latent
     blocks = length // r
