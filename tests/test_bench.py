@@ -17,8 +17,8 @@ from vmd.flops import forward_flops, sampling_flops
 from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.presets import preset
+from vmd.step import check_attention, fast_settings
 from vmd.tables import bench_table
-from vmd.training import check_attention, fast_settings
 
 SMALL = ("model.length=16", "model.layers=2", "model.width=16", "model.heads=2", "model.latent.codes=4")
 TINY = settings(*SMALL, "training.batch_size=4")

@@ -922,7 +922,7 @@ def test_one_can_watch_a_sample_appear(run):
 
 
 def test_fast_settings_are_said_and_left_to_those_who_choose(here, monkeypatch):
-    monkeypatch.setattr("vmd.training.fast_settings", lambda run, device: {"clip": 0.5, "ema": 0.9})
+    monkeypatch.setattr("vmd.step.fast_settings", lambda run, device: {"clip": 0.5, "ema": 0.9})
     words = ("train", "poker", "--device", "cpu", "--set", "training.steps=1", "--set", "training.ema=0.5")
     assert "for speed: clip=0.5 (" in succeeds(*words, "--out", here / "fast").err
     assert "for speed" not in succeeds(*words, "--out", here / "plain", "--no-fast").err

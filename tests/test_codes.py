@@ -22,7 +22,7 @@ from helpers import (
     tiny_config,
     tiny_model,
 )
-from vmd import training
+from vmd import splitting
 from vmd.attention import attention_by
 from vmd.codes import CodeDecoder, order_targets
 from vmd.config import InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
@@ -34,7 +34,9 @@ from vmd.likelihood import all_orders, enumerate_orders, exact_nll, nll_bound
 from vmd.masking import Masks, apply_mask, draw_masks, draw_steps
 from vmd.metrics import kl_to
 from vmd.model import VMD
-from vmd.training import Batch, split_codes, train
+from vmd.splitting import split_codes
+from vmd.step import Batch
+from vmd.training import train
 
 V, K = 3, 4
 all_codes = pytest.mark.parametrize("z_config", CODES.values(), ids=CODES)
@@ -360,7 +362,7 @@ def test_codes_are_left_alone_where_a_split_does_not_pay(why, monkeypatch):
     model, x0 = tiny_model(4, 2, z=codes()), random_tokens(32, 4)
     posterior = torch.eye(4).repeat(16, 1) if why == "none is spare" else torch.tensor([[1.0, 0, 0, 0]]).repeat(64, 1)
     likelihood = torch.full((64, 4), -3.0 if why == "none is spare" else -0.01)
-    monkeypatch.setattr(training, "code_posterior", lambda *_: (posterior, None, likelihood))
+    monkeypatch.setattr(splitting, "code_posterior", lambda *_: (posterior, None, likelihood))
     before = {name: p.clone() for name, p in model.named_parameters()}
     split_codes(model, Batch(x0, None, None), torch.Generator().manual_seed(0))
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
@@ -376,7 +378,7 @@ def test_of_several_codes_for_one_mode_one_goes_where_two_modes_share():
     likelihood = torch.zeros(4, 16)
     likelihood[2:, 14] = -2 * math.log(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "code_posterior", lambda *_: (posterior, None, likelihood))
+        patch.setattr(splitting, "code_posterior", lambda *_: (posterior, None, likelihood))
         before = model.decoder.pathway.code_scale.weight.detach().clone()
         split_codes(model, Batch(modes, None, None), torch.Generator().manual_seed(0))
     changed = (model.decoder.pathway.code_scale.weight != before).any(1).nonzero().flatten().tolist()

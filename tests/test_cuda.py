@@ -20,7 +20,8 @@ from vmd.model import VMD
 from vmd.network import rotate
 from vmd.presets import synthetic
 from vmd.reproduce import StackedLaws
-from vmd.training import draw_batch, mean_loss, precision, train
+from vmd.step import draw_batch, mean_loss, precision
+from vmd.training import train
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -23,14 +23,15 @@ from safetensors.torch import load_file
 
 from command import ROOT, Finished, refused, settings, succeeds
 from helpers import codes, latent, learned_prior, random_law, tiny_config
-from vmd import cli, distributed, training
+from vmd import cli, distributed, splitting, step
 from vmd.checkpoints import checkpoint_files
 from vmd.config import InvalidInput, LatentConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data import ArrayData, Dataset
 from vmd.evaluation import evaluate_model
 from vmd.masking import Rows
 from vmd.model import VMD
-from vmd.training import Batch, check_precision, draw_batch, mean_loss, train
+from vmd.step import Batch, check_precision, draw_batch, mean_loss
+from vmd.training import train
 
 STEPS = 24
 BASE = (
@@ -290,14 +291,14 @@ def test_what_the_first_process_cannot_do_fails_all(monkeypatch):
 
 def test_a_recorded_step_is_for_one_process(monkeypatch):
     check_precision(TrainingConfig(capture=True), "cuda")
-    monkeypatch.setattr(training, "world_size", lambda: 2)
+    monkeypatch.setattr(step, "world_size", lambda: 2)
     with pytest.raises(InvalidInput, match=r"training.capture=true: expected false with several processes"):
         check_precision(TrainingConfig(capture=True), "cuda")
 
 
 @pytest.mark.parametrize(("batch", "accumulate"), [(16, 3), (12, 4), (2, 2)])
 def test_a_batch_divides_among_processes_and_their_parts(batch, accumulate, monkeypatch):
-    monkeypatch.setattr(training, "world_size", lambda: 2)
+    monkeypatch.setattr(step, "world_size", lambda: 2)
     with pytest.raises(InvalidInput, match=f"training.batch_size={batch}: expected a multiple of {2 * accumulate}"):
         check_precision(TrainingConfig(batch_size=batch, accumulate=accumulate), "cpu")
     check_precision(TrainingConfig(batch_size=2 * batch * accumulate, accumulate=accumulate), "cpu")
@@ -313,7 +314,7 @@ def test_two_processes_train_as_one_and_one_goes_on_where_two_were_killed(here, 
     done = two_succeed(*TRAIN, "two", *words, *more)
     assert done.out == ""
     assert done.err.count("parameters: ") == done.err.count("model: two") == done.err.count(f"{STEPS} of {STEPS}") == 1
-    with mock.patch.object(training, "take_shard", wraps=training.take_shard) as split:
+    with mock.patch.object(splitting, "take_shard", wraps=splitting.take_shard) as split:
         succeeds(*TRAIN, "one", *words)
     assert split.called == (words is CODES)  # codes were split
     assert_same_run(here / "two", here / "one")

@@ -9,7 +9,9 @@ from vmd.ensemble import Ensemble
 from vmd.latent import standard_normal
 from vmd.masking import draw_masks
 from vmd.model import VMD
-from vmd.training import Batch, clip_gradients, make_optimizer, mean_loss, train
+from vmd.optimizers import make_optimizer
+from vmd.step import Batch, clip_gradients, mean_loss
+from vmd.training import train
 
 MEMBERS = 3
 KL_WEIGHTS = torch.tensor([0.3, 1.0, 2.0])

@@ -191,14 +191,14 @@ def test_a_loss_that_is_no_number_names_step_seed_and_checkpoint(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     save_rows(tmp_path / "rows.npy")
     from command import vmd
-    from vmd import training
+    from vmd import step as steps
 
-    whole = training.learning_rate
-    monkeypatch.setattr(training, "learning_rate", lambda config, step: float("nan") if step == 30 else whole(config, step))
+    whole = steps.learning_rate
+    monkeypatch.setattr(steps, "learning_rate", lambda config, step: float("nan") if step == 30 else whole(config, step))
     done = vmd("train", "--data", "rows.npy", "--out", "run", *WORDS)
     assert done.code == 1
     last = done.err.strip().splitlines()[-1]
-    seed = training.step_seed(0, 31)
+    seed = steps.step_seed(0, 31)
     assert (
         f"are no longer numbers at step 32 (batch seed {seed}); last good checkpoint: run/checkpoints/step-000000028" in last
     )
@@ -210,11 +210,11 @@ def test_weights_that_are_no_numbers_are_never_saved(poisoned, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     save_rows(tmp_path / "rows.npy")
     from command import vmd
-    from vmd import training
+    from vmd import step as steps
 
-    whole = training.learning_rate
+    whole = steps.learning_rate
     monkeypatch.setattr(
-        training, "learning_rate", lambda config, step: float("nan") if step == poisoned else whole(config, step)
+        steps, "learning_rate", lambda config, step: float("nan") if step == poisoned else whole(config, step)
     )
     done = vmd("train", "--data", "rows.npy", "--out", "run", *WORDS)
     assert done.code == 1
@@ -229,10 +229,10 @@ def test_a_gradient_that_is_no_number_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_rows(tmp_path / "rows.npy")
     from command import vmd
-    from vmd import training
+    from vmd import step as steps
 
-    whole = training.clip_gradients
-    monkeypatch.setattr(training, "clip_gradients", lambda *args, **more: whole(*args, **more) * torch.inf)
+    whole = steps.clip_gradients
+    monkeypatch.setattr(steps, "clip_gradients", lambda *args, **more: whole(*args, **more) * torch.inf)
     done = vmd("train", "--data", "rows.npy", "--out", "run", *WORDS)
     assert done.code == 1
     assert "are no longer numbers at step 1 " in done.err

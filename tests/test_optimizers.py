@@ -12,7 +12,8 @@ from vmd.ensemble import Ensemble
 from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.optimizers import Muon, make_optimizer, orthogonalize
-from vmd.training import Batch, clip_gradients, mean_loss, train
+from vmd.step import Batch, clip_gradients, mean_loss
+from vmd.training import train
 
 SHAPES = {"tall": (20, 6), "wide": (6, 20), "square": (12, 12), "row": (1, 9)}
 LATENTS = {

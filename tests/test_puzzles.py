@@ -20,7 +20,9 @@ from vmd.model import VMD
 from vmd.network import board_places
 from vmd.presets import preset
 from vmd.sampling import Samples
-from vmd.training import draw_batch, split_codes, train
+from vmd.splitting import split_codes
+from vmd.step import draw_batch
+from vmd.training import train
 
 KINDS = {
     "none": NO_LATENT,

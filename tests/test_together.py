@@ -14,7 +14,8 @@ from vmd.masking import Masks, all_masks, draw_masks
 from vmd.metrics import kl_to, one_step_probabilities
 from vmd.model import VMD
 from vmd.presets import preset
-from vmd.training import Batch, draw_batch, micro_batches, step_seed, train
+from vmd.step import Batch, draw_batch, micro_batches, step_seed
+from vmd.training import train
 
 V = 3
 NO_Z = LatentConfig(kind="none")

@@ -18,18 +18,9 @@ from vmd.ensemble import Ensemble
 from vmd.likelihood import nll_bound
 from vmd.metrics import accuracy
 from vmd.model import VMD
-from vmd.training import (
-    Batch,
-    TrainingDiverged,
-    clip_gradients,
-    draw_batch,
-    kl_warmup,
-    learning_rate,
-    make_optimizer,
-    mean_loss,
-    step_seed,
-    train,
-)
+from vmd.optimizers import make_optimizer
+from vmd.step import Batch, clip_gradients, draw_batch, kl_warmup, learning_rate, mean_loss, step_seed
+from vmd.training import TrainingDiverged, train
 
 
 class Interrupted(Exception):

@@ -17,7 +17,8 @@ from vmd.flops import forward_flops, sampling_flops
 from vmd.masking import Rows
 from vmd.model import VMD
 from vmd.sampling import check_settings
-from vmd.training import check_attention, check_precision, fast_settings, train
+from vmd.step import check_attention, check_precision, fast_settings
+from vmd.training import train
 
 SYMBOLS = 27  # different tokens, where a preset takes them from its data
 NAIVE_TRAINING = "eager, dense mask over the doubled sequence, same precision"

@@ -310,7 +310,7 @@ def sample(
     from vmd.infilling import infill as fill_gaps
     from vmd.model import VMD, model_folder
     from vmd.progress import percent_bar
-    from vmd.training import step_seed
+    from vmd.step import step_seed
     from vmd.writing import write
 
     require(1 <= n <= 10_000_000, f"--n {n}: expected 1 to 10,000,000")

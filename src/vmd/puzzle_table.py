@@ -37,6 +37,7 @@ from vmd.presets import preset
 from vmd.progress import progress_bar
 from vmd.sampling import ORDERS
 from vmd.solving import Frame, solve_puzzles
+from vmd.step import check_precision, fast_settings, precision, uncompiled
 from vmd.systems import (
     chosen_names,
     collect,
@@ -48,7 +49,7 @@ from vmd.systems import (
     run_systems,
     write_results,
 )
-from vmd.training import check_precision, fast_settings, precision, train, uncompiled
+from vmd.training import train
 
 NO_Z, GAUSSIAN, LEARNED, CODES = "no z", "Gaussian", "Gaussian, learned prior", "codes"
 LATENTS = {

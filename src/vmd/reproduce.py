@@ -27,8 +27,9 @@ from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
 from vmd.model import VMD
 from vmd.presets import FAMILIES, FOUR_TOKEN, TWO_TOKEN, synthetic
 from vmd.progress import progress_bar
+from vmd.step import check_precision
 from vmd.tables import render
-from vmd.training import check_precision, train
+from vmd.training import train
 
 # What the paper prints: (system, data, block size, steps per block) -> accuracy in percent, KL in nats.
 PAPER = {

@@ -131,7 +131,8 @@ def train_run(
     from vmd.files import claimed, make_folder, remove_together, write_atomically
     from vmd.model import VMD, model_folder, start_from
     from vmd.progress import progress_bar
-    from vmd.training import check_attention, check_precision, fast_settings, freeze, train
+    from vmd.step import check_attention, check_precision, fast_settings
+    from vmd.training import freeze, train
 
     tokens = None
     if run.training.init and is_text(run.data.name):  # of a run that goes on: its own

@@ -24,9 +24,9 @@ from vmd.files import write_atomically
 from vmd.model import VMD, WEIGHTS_FILE
 from vmd.progress import progress_bar
 from vmd.sampling import RULES
+from vmd.step import precision
 from vmd.text_quality import Quality, judged_bits, random_letters, text_quality, words_of
 from vmd.text_systems import JUDGE, System, folder_of, step_counts
-from vmd.training import precision
 
 SAMPLES_FILE = "samples.jsonl.xz"  # small enough to be kept with the results, so that another judge can read them
 LAST = {"judged_bits": 1, "counted_bits": 2}

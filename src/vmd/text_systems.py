@@ -10,7 +10,7 @@ from vmd.data.text import cache_folder
 from vmd.files import make_folder, write_atomically
 from vmd.model import WEIGHTS_FILE
 from vmd.presets import preset
-from vmd.training import check_attention, check_precision, fast_settings
+from vmd.step import check_attention, check_precision, fast_settings
 
 PAPER_Z = ("model.latent.encoder_stream=doubled", "model.latent.on_clean=true", "objective.kl_weight=1")
 LEARNED_Z = ("model.latent.prior=learned", "objective.kl_weight=1")
@@ -114,6 +114,7 @@ SCAN = (
         for block in (4, 8)
         for name, span in (("a chain", ()), ("a chain of two", (f"model.latent.span={block // 2}",)))
     ),
+    variant(coded(256, 8), "a chain of two", "model.latent.kind=chain", "model.latent.span=4"),
     GAUSSIAN_Z,
     variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
     GAUSSIAN_PRIOR,
