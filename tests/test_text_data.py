@@ -26,9 +26,11 @@ from hypothesis import strategies as st
 from command import contents
 from helpers import tiny_config
 from vmd.config import InvalidInput, RunConfig, override_all
-from vmd.data import load_data
-from vmd.data import text as module
-from vmd.data.text import SPLITS, TextData, prepare_text, text8, text_rows
+from vmd.data import load_data, preparing
+from vmd.data import reading as reading_text
+from vmd.data.preparing import SPLITS, TEXT8_KINDS, prepare_text
+from vmd.data.reading import PIECE
+from vmd.data.text import TextData, text8, text_rows
 from vmd.data.tokenizers import (
     TEXT8_ALPHABET,
     ByteTokenizer,
@@ -165,7 +167,7 @@ def test_text8_spells_digits_and_has_one_space_for_all_else():
 @settings(deadline=None)
 def test_where_a_text_is_cut_leaves_no_trace_in_text8(text, piece):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE", piece)
+        patch.setattr(reading_text, "PIECE", piece)
         path = Path(folder) / "some.txt"
         path.write_text(text, newline="")
         rows = text_rows(str(path), Text8Tokenizer(), 1)
@@ -188,7 +190,7 @@ def test_files_of_a_folder_are_read_as_one_text(tmp_path):
 
 def test_text8_itself_may_be_read_in_its_own_letters_or_in_those_of_any_text(tmp_path, monkeypatch):
     monkeypatch.setenv("VMD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setitem(module.TEXT8_KINDS, "text8", (1_000, (0.9, 0.05, 0.05)))
+    monkeypatch.setitem(TEXT8_KINDS, "text8", (1_000, (0.9, 0.05, 0.05)))
     (tmp_path / "text8").write_text("the cat sat on the mat and ran off " * 28 + "the cat sat on the m")
     (tmp_path / "tokenizer.json").write_text(json.dumps(Text8Tokenizer().to_dict()))
     asked = {"char": "char", "text8": "text8", Text8Tokenizer(): "text8", str(tmp_path / "tokenizer.json"): "text8"}
@@ -285,8 +287,8 @@ def test_text_is_prepared_with_a_json_tokenizer_as_a_whole(tmp_path, monkeypatch
     text = mixed(4000)
     path = saved(tmp_path / "mine.json", trained())
     for reading, piece in ((97, 50), (2**20, 2**16)):
-        monkeypatch.setattr(module, "READ_BYTES", reading)
-        monkeypatch.setattr(module, "PIECE", piece)
+        monkeypatch.setattr(reading_text, "READ_BYTES", reading)
+        monkeypatch.setattr(reading_text, "PIECE", piece)
         out = prepare_text(saved(tmp_path / "a.txt", text), path, tmp_path / f"out{piece}", split=(1, 0, 0))
         assert np.array_equal(shard(out, "train"), load_tokenizer(path).encode(text))
     out = prepare_text(tmp_path / "a.txt", path, tmp_path / "split")
@@ -340,8 +342,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 @given(texts.filter(lambda text: len(text) >= 3), st.sampled_from(["char", "byte"]), st.integers(1, 9), st.integers(1, 5))
 def test_the_three_shards_are_the_text_in_order(text, name, reading, piece):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "READ_BYTES", reading)
-        patch.setattr(module, "PIECE", piece)
+        patch.setattr(reading_text, "READ_BYTES", reading)
+        patch.setattr(reading_text, "PIECE", piece)
         out = prepare_text(saved(Path(folder, "a.txt"), text), name, Path(folder, "out"), split=(0.4, 0.3, 0.3))
         meta = json.loads((out / "meta.json").read_text())
         tokenizer = tokenizer_from_dict(meta["tokenizer"])
@@ -358,8 +360,8 @@ def test_how_a_text_is_read_does_not_show(tmp_path, monkeypatch, name, by_docume
     source = saved(tmp_path / "a.txt", mixed(60_000))
     whole = prepare_text(source, name, tmp_path / "whole", documents=by_document)
     for reading, piece in ((61, 17), (4099, 1000)):
-        monkeypatch.setattr(module, "READ_BYTES", reading)
-        monkeypatch.setattr(module, "PIECE", piece)
+        monkeypatch.setattr(reading_text, "READ_BYTES", reading)
+        monkeypatch.setattr(reading_text, "PIECE", piece)
         out = prepare_text(source, name, tmp_path / f"out{reading}", documents=by_document)
         assert bins(out) == bins(whole)
         assert (out / "meta.json").read_bytes() == (whole / "meta.json").read_bytes()
@@ -397,7 +399,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path):
 
 
 def test_progress_is_told_in_bytes_of_two_readings(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "READ_BYTES", 1000)
+    monkeypatch.setattr(reading_text, "READ_BYTES", 1000)
     source, told = tmp_path / "texts", []
     saved(source / "a.txt", mixed(3000))
     saved(source / "b.xz", lzma.compress(mixed(3000, seed=1).encode()))
@@ -421,7 +423,7 @@ def test_progress_is_told_in_bytes_of_two_readings(tmp_path, monkeypatch):
 )
 @pytest.mark.parametrize("reading", [1, 3, 1000])
 def test_blank_lines_separate_the_documents_of_a_file(tmp_path, monkeypatch, text, expected, reading):
-    monkeypatch.setattr(module, "READ_BYTES", reading)
+    monkeypatch.setattr(reading_text, "READ_BYTES", reading)
     source = saved(tmp_path / "a.txt", text)
     assert documents(prepare_text(source, "char", tmp_path / "out", documents=True, split=(1, 0, 0))) == expected
 
@@ -495,7 +497,7 @@ class Interrupted(BaseException):
 @pytest.mark.parametrize("call", [1, 4, 6, 8])
 @pytest.mark.parametrize("before", [False, True])
 def test_an_interrupted_preparation_leaves_things_as_they_were(tmp_path, monkeypatch, call, before):
-    monkeypatch.setattr(module, "READ_BYTES", 1000)
+    monkeypatch.setattr(reading_text, "READ_BYTES", 1000)
     source, told = saved(tmp_path / "a.txt", "abc " * 600), []
     if before:
         prepare_text(source, "byte", tmp_path / "out")
@@ -596,7 +598,7 @@ def test_a_full_disk_and_a_source_that_changes_leave_nothing(tmp_path, monkeypat
 @pytest.mark.parametrize("suffix", [".txt", ".xz", ".gz", ".weights"])
 @pytest.mark.parametrize("reading", [1, 2, 3, 1000])
 def test_bytes_that_are_no_text_are_named(tmp_path, monkeypatch, suffix, reading):
-    monkeypatch.setattr(module, "READ_BYTES", reading)
+    monkeypatch.setattr(reading_text, "READ_BYTES", reading)
     pack = {".xz": lzma.compress, ".gz": gzip.compress}.get(suffix, bytes)
     for end, says in ((b"\xff", "0xff at offset 6"), (b"\xe4\xb8", "0xe4 at offset 6"), (b"\xe4\xb8a", "0xe4 at offset 6")):
         source = saved(tmp_path / f"a{suffix}", pack("a中é".encode() + end))
@@ -645,7 +647,7 @@ def test_preparations_that_make_no_sense_are_refused(tmp_path):
 
 
 def test_a_character_outside_the_alphabet_is_found_in_its_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "READ_BYTES", 3)
+    monkeypatch.setattr(reading_text, "READ_BYTES", 3)
     saved(tmp_path / "texts" / "1.txt", "abababab")
     saved(tmp_path / "texts" / "2.txt", "ababab\nab")
     where = r"2\.txt: character '\\n' \(U\+000A\) at position 6"
@@ -775,7 +777,7 @@ def test_batches_on_the_gpu_are_those_of_the_cpu(tmp_path, monkeypatch, many):
     for step in range(3):
         assert torch.equal(data.batch(step, 300, device="cuda").cpu(), data.batch(step, 300))
     assert data._kept["cuda"].is_cuda
-    monkeypatch.setattr(module, "ON_DEVICE", 1)
+    monkeypatch.setattr("vmd.data.text.ON_DEVICE", 1)
     assert torch.equal(large.batch(0, 300, device="cuda").cpu(), data.batch(0, 300))
     assert not large._kept
 
@@ -851,7 +853,7 @@ def test_chunks_that_cannot_be_had_are_refused(tmp_path):
 def small_text8(monkeypatch) -> str:
     """A text of which the first 2,000 characters are called text8 here, the first 1,400 text8-70M."""
     for name, count in (("text8", 2000), ("text8-70M", 1400)):
-        monkeypatch.setitem(module.TEXT8_KINDS, name, (count, module.TEXT8_KINDS[name][1]))
+        monkeypatch.setitem(TEXT8_KINDS, name, (count, TEXT8_KINDS[name][1]))
     return "".join(random.Random(0).choices(TEXT8_ALPHABET, k=2000))
 
 
@@ -863,13 +865,15 @@ def zipped(text: str) -> bytes:
 
 
 def test_text8_is_a_hundred_million_characters():
-    assert module.TEXT8_KINDS == {
+    assert TEXT8_KINDS == {
         "text8": (100_000_000, (0.9, 0.05, 0.05)),
         "text8-70M": (70_000_000, (0.95, 0.025, 0.025)),
     }
     for name, sizes in (("text8", (90, 5, 5)), ("text8-70M", (66.5, 1.75, 1.75))):
-        count, split = module.TEXT8_KINDS[name]
-        assert np.diff([0, *module._borders(Path(name), count, split, ""), count]).tolist() == [s * 10**6 for s in sizes]
+        count, split = TEXT8_KINDS[name]
+        assert np.diff([0, *preparing.borders_of(Path(name), count, split, ""), count]).tolist() == [
+            s * 10**6 for s in sizes
+        ]
 
 
 @pytest.mark.parametrize("suffix", ["", ".txt", ".zip", ".xz"])
@@ -970,7 +974,7 @@ def test_a_download_that_fails_leaves_nothing(tmp_path, monkeypatch, small_text8
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("before", [0, 7, 3 * module.PIECE])
+@pytest.mark.parametrize("before", [0, 7, 3 * PIECE])
 def test_a_character_that_a_model_does_not_know_is_told_by_its_place_in_the_file(tmp_path, before):
     """Also far into a long text, and in the second of two files."""
     (tmp_path / "texts").mkdir()

@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from vmd.diagnostics import code_posterior
-from vmd.distributed import (
-    forget_whole_weights,
-    full,
-    mean_of_all,
-    take_shard,
-    world_size,
-)
+from vmd.distributed import forget_whole_weights, full, mean_of_all, take_shard, world_size
 from vmd.ensemble import Ensemble
 from vmd.model import VMD
 from vmd.step import Batch

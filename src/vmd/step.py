@@ -16,12 +16,7 @@ from torch.utils._pytree import tree_leaves
 from vmd.attention import kernels_known_here, whole_fits
 from vmd.config import ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig, require
 from vmd.data import Dataset, Puzzles
-from vmd.distributed import (
-    gradients_kept_local,
-    local,
-    sum_over_shards,
-    world_size,
-)
+from vmd.distributed import gradients_kept_local, local, sum_over_shards, world_size
 from vmd.ensemble import Ensemble
 from vmd.flops import forward_flops
 from vmd.masking import Masks, Rows, draw_masks, draw_steps

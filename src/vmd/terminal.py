@@ -19,7 +19,8 @@ TEXT8_NOTE = "note: text is read as text8 has it: lower case, digits spelled out
 def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any:
     """A law, an array, or text in the model's own tokens: all of it, or a split of what the model was trained on."""
     from vmd.data import ArrayData, is_text, load_data
-    from vmd.data.text import SPLITS, text_rows
+    from vmd.data.preparing import SPLITS
+    from vmd.data.text import text_rows
     from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer, Text8Tokenizer
     from vmd.progress import percent_bar
 

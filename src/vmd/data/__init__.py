@@ -9,9 +9,10 @@ from torch import Tensor
 
 from vmd.config import is_whole, require
 from vmd.data.arrays import ArrayData, load_array
+from vmd.data.reading import OnProgress
 from vmd.data.sudoku import SudokuData, load_puzzles
 from vmd.data.synthetic import LAWS, Law, law
-from vmd.data.text import OnProgress, TextData, prepared_text
+from vmd.data.text import TextData, prepared_text
 from vmd.data.tokenizers import Text8Tokenizer, Tokenizer, load_tokenizer
 from vmd.masking import Rows
 
