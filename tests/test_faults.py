@@ -19,7 +19,7 @@ from command import ROOT, refused, save_rows, settings, succeeds
 from vmd import files
 from vmd.checkpoints import checkpoint_files
 from vmd.config import InvalidInput
-from vmd.files import claimed, remove_together, write_atomically
+from vmd.files import claimed, remove_together, working_in, write_atomically
 
 STEPS = 90
 WORDS = settings(
@@ -163,6 +163,56 @@ def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
             )
     with claimed(tmp_path / "run"):  # free again
         pass
+
+
+def test_two_tables_are_not_made_in_one_folder(tmp_path, monkeypatch):
+    """The one that ends last would write its rows alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "text").mkdir(parents=True)
+    with claimed(tmp_path / "runs" / "text"):
+        assert "another run is writing here" in refused(
+            *("reproduce", "text", "--quick", "--out", "runs/text", "--device", "cpu"), folder=tmp_path
+        )
+
+
+def test_a_folder_that_was_made_for_nothing_goes_again(tmp_path):
+    (tmp_path / "there").mkdir()
+    for folder in (tmp_path / "there", tmp_path / "new" / "newer"):
+        with pytest.raises(InvalidInput), working_in(folder):
+            raise InvalidInput("no")
+        with working_in(folder):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    with working_in(tmp_path / "new" / "newer"):
+        (tmp_path / "new" / "newer" / "file").touch()
+    assert (tmp_path / "new" / "newer" / "file").exists()
+
+
+def test_only_another_run_is_called_another_run(tmp_path):
+    with pytest.raises(BlockingIOError), claimed(tmp_path):
+        raise BlockingIOError  # of a terminal that is slow, say
+
+
+def test_what_is_interrupted_leaves_no_part_behind(tmp_path, monkeypatch):
+    def interrupt(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "weights", b"new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parts_that_a_killed_run_left_go_when_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "rows.npy")
+    from command import succeeds
+
+    words = ("train", "--data", "rows.npy", "--out", "run", *WORDS)
+    succeeds(*words)
+    (tmp_path / "run" / "model.safetensors.99-1.partial").touch()
+    succeeds(*words, "--resume")
+    assert not list((tmp_path / "run").rglob("*.partial"))
 
 
 def test_a_full_disk_is_one_line_and_the_previous_file_survives(tmp_path, monkeypatch):

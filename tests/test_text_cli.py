@@ -22,6 +22,7 @@ from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict, override
 from vmd.data import load_data
 from vmd.data import text as text_module
 from vmd.data.tokenizers import TEXT8_ALPHABET, ByteTokenizer, CharTokenizer, model_tokenizer
+from vmd.evaluation import bytes_per_token
 from vmd.infilling import infill
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
@@ -78,6 +79,39 @@ def test_held_out_text_is_looked_at_while_a_model_learns(source, tmp_path):
     assert rows[1]["value"] == pytest.approx(looks[-1]["bits_4"], rel=0.05)
     drawn = succeeds("plot", tmp_path / "run", "--out", tmp_path / "curves.png").err
     assert "no such field" not in drawn
+
+
+GIVEN, ONCE = (
+    ("--set", "data.fixed=0:6"),
+    ("--set", "objective.masking=steps", "--set", "objective.steps=1,4", "--set", "objective.together=0"),
+)
+
+
+@pytest.mark.parametrize("more", [GIVEN, (*ONCE, "--set", "objective.z=once")], ids=["given", "once"])
+def test_a_look_is_at_what_the_model_is_trained_for(more, source, tmp_path):
+    """As `vmd evaluate` of the same rows: given places cost nothing, and z is drawn as it will be."""
+    train(source, tmp_path / "run", "--set", "training.ema=0", *more)
+    log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    scored = tmp_path / "scored.json"
+    arguments = ("--steps", "1,4", "--rows", 32, "--split", "validation", "--json", scored)
+    fixed = ("--fixed", "0:6") if more is GIVEN else ()
+    succeeds("evaluate", tmp_path / "run", "--data", source, *arguments, *fixed)
+    rows = [row for row in json.loads(scored.read_text())["rows"] if row["metric"] == "certified bits per token"]
+    assert rows[0]["value"] == pytest.approx(log[-1]["bits_1"], abs=1e-4)
+    assert rows[1]["value"] == pytest.approx(log[-1]["bits_4"], rel=0.05)
+
+
+def test_looks_are_at_rows_from_all_over_the_text(tmp_path, monkeypatch):
+    """Neighbours are of one article: here the first 40 rows are all the same."""
+    text = tmp_path / "text.txt"
+    seen = []
+    monkeypatch.setattr(
+        "vmd.evaluation.bits_in_passing", lambda model, x0, steps, *how: seen.append(x0) or {"bits_1": 1.0, "bits_4": 1.0}
+    )
+    text.write_text("ab" * 8 * 80 * 18 + "a" * 16 * 40 + "b" * 16 * 40 + "ab" * 8 * 80)
+    train(text, tmp_path / "run")
+    assert seen[0].shape == (32, 16)
+    assert len(seen[0].unique(dim=0)) > 1
 
 
 def test_a_text_too_short_to_hold_some_out_is_learned_all_the_same(tmp_path):
@@ -224,6 +258,20 @@ def test_bits_of_long_tokens_are_also_per_byte(tmp_path):
     assert per_byte["value"] == pytest.approx(certified["value"] / 4)
     train(source, tmp_path / "letters")
     assert "per byte" not in succeeds("evaluate", tmp_path / "letters", "--data", source).out
+
+
+def test_bytes_of_a_character_that_a_row_cuts_are_not_counted():
+    """Else bits of a byte would seem fewer than they are: what is left of a character is shown as one of three bytes."""
+
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+    text = ("中文é" * 100).encode()
+    for length in (4, 5, 7, 16):
+        rows = torch.tensor(list(text[: len(text) // length * length])).view(-1, length)
+        assert bytes_per_token(Bytes(), rows) <= 1
+    assert bytes_per_token(Bytes(), torch.tensor([list("aé中".encode())])) == 1
 
 
 def test_scores_are_of_all_of_a_text_or_of_a_split(source, tmp_path):
@@ -534,6 +582,24 @@ def test_a_step_that_does_not_fit_is_made_in_parts(source, tmp_path, monkeypatch
     told = succeeds(*arguments, "--out", tmp_path / "chosen", "--set", "training.accumulate=2").err
     assert "in parts" not in told
     assert json.loads((tmp_path / "chosen" / "run.json").read_text())["training"]["accumulate"] == 2
+
+
+def test_a_run_goes_on_as_it_began_whatever_the_machine_would_like(source, tmp_path, monkeypatch):
+    """Its folder knows what it is trained on and how: nothing of that has to be said again."""
+    run = tmp_path / "run"
+    train(source, run, "--set", "training.accumulate=2", "--no-fast", "--tokenizer", "byte")
+    begun = json.loads((run / "run.json").read_text())
+    monkeypatch.setattr("vmd.runs.parts_that_fit", lambda run, processes: 4)
+    monkeypatch.setattr("vmd.step.fast_settings", lambda run, device: {"precision": "bf16", "compile": True})
+    for words in ([], ["--data", source]):
+        succeeds("train", *words, "--out", run, "--device", "cpu", "--resume")
+        assert json.loads((run / "run.json").read_text()) == begun
+    succeeds("train", "--out", run, "--device", "cpu", "--resume", "--set", "training.accumulate=1")
+    assert json.loads((run / "run.json").read_text())["training"]["accumulate"] == 1
+    monkeypatch.undo()
+    monkeypatch.setenv("VMD_CACHE", str(tmp_path / "cache"))
+    succeeds("train", "text", "--out", run, "--device", "cpu", "--resume", *SMALL)  # the preset and no --data
+    assert json.loads((run / "run.json").read_text())["data"] == begun["data"]
 
 
 def test_one_is_told_of_a_run_that_takes_days_on_a_cpu(source, tmp_path, monkeypatch):

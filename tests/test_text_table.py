@@ -26,7 +26,7 @@ from vmd.files import write_atomically
 from vmd.likelihood import in_bits, nll_bound
 from vmd.model import VMD
 from vmd.paired import NATS_FILE, write_nats
-from vmd.report import section
+from vmd.report import section, update_readme
 from vmd.systems import goes_on, is_of, read_done
 from vmd.tables import model_size, render, text_bits_table, text_samples_table, text_summary, text_tables
 from vmd.text_quality import Quality, judged_bits, random_letters, text_quality
@@ -646,6 +646,25 @@ def test_a_report_shows_the_table_and_its_picture(whole, tmp_path):
     assert "| the paper's VMD, r = 4 |" in text
     assert whole.results["command"] in text
     assert "(results/text/few-steps.png)" in text
+
+
+def test_a_report_of_some_systems_shows_these_in_the_order_they_are_named(whole, tmp_path):
+    shutil.copytree(whole.out, tmp_path / "results/text")
+    readme = tmp_path / "README.md"
+    marker = "<!-- results:text of the paper's VMD, r = 4; AR -->"
+    readme.write_text(f"{marker}\n<!-- end of results -->\n")
+    assert update_readme(readme, tmp_path / "results")
+    text = readme.read_text()
+    assert text.startswith(f"{marker}\n| system |")
+    assert [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")][2:] == [
+        "| the paper's VMD, r = 4",
+        "| AR",
+    ]
+    two = [whole.results["systems"][name] for name in PAIR]
+    assert f"{sum(s['training_seconds'] + s['measuring_seconds'] for s in two):.0f} s of training and measuring" in text
+    readme.write_text(f"{marker.replace('AR', 'ARR')}\n<!-- end of results -->\n")
+    with pytest.raises(InvalidInput, match="'ARR': no such system in the results: expected one of "):
+        update_readme(readme, tmp_path / "results")
 
 
 # Stopped, resumed, and run one by one

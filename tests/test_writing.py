@@ -7,6 +7,7 @@ import vmd
 from command import refused, succeeds
 from helpers import CODES, NO_LATENT, strong_model
 from vmd.config import InvalidInput
+from vmd.data.tokenizers import CharTokenizer
 from vmd.model import VMD
 from vmd.writing import fresh_seeds
 
@@ -36,6 +37,50 @@ def test_windows_see_the_end_of_what_stands_before(z_config, length, r, begun):
         assert torch.equal(found[:, have:ends], new[:, : ends - have])
         have, window = ends, window + 1
     assert window >= 2
+
+
+@kinds
+@shapes
+def test_what_fits_one_window_is_written_in_one(z_config, length, r):
+    """Nothing of the prompt is forgotten."""
+    model = strong_model(length, r, V, z_config)
+    for begun in range(length):
+        prompt = torch.randint(V, (begun,), generator=torch.Generator().manual_seed(begun))
+        canvas = torch.cat([prompt, torch.full((length - begun,), -1)]).repeat(2, 1)
+        whole = model.sample(prompt=canvas, seeds=[5, 6])
+        found = vmd.write(model, prompt, 2, length=length, seeds=[5, 6])
+        assert torch.equal(found.tokens, whole.tokens)
+        assert (found.nfe, found.cache_passes) == (whole.nfe, whole.cache_passes)
+
+
+def test_chance_may_come_from_a_generator():
+    model = strong_model(8, 2, V, CODES["by place"])
+    prompt = torch.tensor([0, 1])
+    drawn = [
+        vmd.write(model, prompt, 4, length=40, generator=torch.Generator().manual_seed(seed)).tokens for seed in (1, 1, 2)
+    ]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_a_text_is_the_tokens_that_it_is_for_the_model():
+    model = strong_model(8, 2, V, NO_LATENT)
+    model.tokenizer = CharTokenizer("abc")
+    found = vmd.write(model, "cab", 2, length=20, seeds=[1, 2]).tokens
+    assert torch.equal(found, vmd.write(model, torch.tensor([2, 0, 1]), 2, length=20, seeds=[1, 2]).tokens)
+    assert found[:, :3].tolist() == [[2, 0, 1]] * 2
+
+
+def test_progress_is_of_what_is_new_and_cache_passes_of_all_windows():
+    model, told = strong_model(8, 2, V, NO_LATENT), []
+    found = vmd.write(model, torch.tensor([0, 1]), length=20, on_progress=lambda *now: told.append(now))
+    done = [new for new, _ in told]
+    assert {total for _, total in told} == {18}
+    assert done == sorted(done)
+    assert done[-1] == 18
+    assert len(set(done)) > 4  # within windows, too
+    canvas = torch.tensor([[0, 1, *[-1] * 6]])
+    assert found.cache_passes > model.sample(prompt=canvas).cache_passes  # there are several windows
 
 
 @shapes
@@ -85,6 +130,9 @@ REFUSED = (
     ({"prompt": torch.tensor([0, -1])}, "and no gaps"),
     ({"prompt": torch.tensor([0, V])}, "tokens from 0 to 2"),
     ({"prompt": torch.tensor([[0]])}, "a tensor of integers of shape"),
+    ({"prompt": torch.tensor([0.5])}, "a tensor of integers of shape"),
+    ({"prompt": torch.tensor([True])}, "a tensor of integers of shape"),
+    ({"prompt": torch.tensor([1j])}, "a tensor of integers of shape"),
     ({"prompt": "abc"}, "no model of text"),
     ({"prompt": None}, "a text, or a tensor"),
     ({"length": 1}, "length=1: expected at least 2"),

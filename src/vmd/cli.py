@@ -21,8 +21,8 @@ from vmd.config import (
     require_choice,
     to_dict,
 )
-from vmd.files import TOKENIZER_FILE
-from vmd.runs import read_log, run_as_it_began, run_files, sized_as_it_began, train_run
+from vmd.files import TOKENIZER_FILE, working_in
+from vmd.runs import HOW_IT_RUNS, read_log, run_as_it_began, run_files, sized_as_it_began, train_run
 from vmd.terminal import (
     Watch,
     check_array_path,
@@ -34,6 +34,7 @@ from vmd.terminal import (
     parse_seeds,
     pick_device,
     prompt_row,
+    saved,
     say,
     several_processes,
     show,
@@ -149,12 +150,12 @@ def reproduce(
         if name == "sudoku":
             from vmd.puzzle_table import reproduce_sudoku
 
-            with no_arguments():
+            with no_arguments(), working_in(folder):
                 results = reproduce_sudoku(data=Path(data or "data/sudoku"), **options)
         else:
             from vmd.text_table import reproduce_text
 
-            with no_arguments():
+            with no_arguments(), working_in(folder):
                 results = reproduce_text(table=name, data=data or "", **options)
         bits = "certified bits per character of the"
         titles = {
@@ -231,24 +232,28 @@ def train(
     begun = (out or Path("runs") / preset) / "run.json"
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
     require(begun.exists() or not resume, f"{begun.parent}: expected a run to resume, with its run.json")
-    as_begun = resume and data is None and preset == "array" and begun.exists()  # --out and --resume say it all
-    run = override_all(run_as_it_began(begun) if as_begun else presets.preset(preset), changes)
+    kept = run_as_it_began(begun) if resume else None
+    as_begun = kept is not None and preset == "array"  # --out and --resume say it all
+    run = override_all(kept if kept is not None and as_begun else presets.preset(preset), changes)
+    if kept is not None and not run.data.name:
+        run = replace(run, data=kept.data)
     if data is not None:
         run = replace(run, data=replace(run.data, name=data))
     if tokenizer is not None:
         run = replace(run, data=replace(run.data, tokenizer=tokenizer))
     require(bool(run.data.name), f"preset {preset!r} has no data of its own: give it with --data")
     chosen = {setting.partition("=")[0].strip() for setting in settings or []}
+    how_it_ran = {f"training.{name}" for name in HOW_IT_RUNS} if as_begun else set()
     folder = out or Path("runs") / preset
     held = [path.name for path in run_files(folder) if path.exists()]
     held = [] if held == [TOKENIZER_FILE] else held  # stopped before it had begun
-    kept = f"{folder} holds a run ({', '.join(held[:3])}): use --resume, --overwrite or another --out"
-    require(resume or overwrite or not held, kept)
+    there = f"{folder} holds a run ({', '.join(held[:3])}): use --resume, --overwrite or another --out"
+    require(resume or overwrite or not held, there)
     require(init != "", "--init '': expected a model folder, or the name of a model that comes with vmd")
     run = sized_as_it_began(run, folder, resume, chosen)
     begins = bool(run.training.init) or not run.training.freeze
     require(begins, "training.freeze=true: expected with --init: what is frozen must have been trained")
-    train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen, tensorboard=tensorboard)
+    train_run(run, folder, resume, pick_device(device), fast=fast, chosen=chosen | how_it_ran, tensorboard=tensorboard)
 
 
 @app.command()
@@ -320,7 +325,7 @@ def sample(
     config = loaded.config
     rule = rule or ("argmax" if config.latent.kind == "gaussian" else "sample")
     require(z is None or config.has_latent, f"--z {z}: expected with a model that has a latent")
-    z = z or (usual_z(folder, config) if steps > 1 else "once")
+    z = z or (usual_z(saved(folder, "objective"), config) if steps > 1 else "once")
     deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
     if prompt is not None and deaf:
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
@@ -359,7 +364,7 @@ def sample(
     bar: Any = nullcontext(lambda done, total: None) if watch else percent_bar(f"vmd sample {model}")
     if length is not None:
         given = torch.tensor([token for token in row if token >= 0], dtype=torch.long)
-        options |= {"length": length, "batch_size": rows_per_pass(loaded), "trace": False}
+        options |= {"length": length, "batch_size": rows_per_pass(loaded)}
         with bar as show_progress:
             drawn = write(loaded, given, max(1, len(mine)), on_progress=show_progress, **options)
     elif infill is None:
@@ -464,7 +469,7 @@ def evaluate(
     folder = model_folder(model)
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
     require(z is None or loaded.config.has_latent, f"--z {z}: expected with a model that has a latent")
-    z = z or (usual_z(folder, loaded.config) if max(counts) > 1 else "once")
+    z = z or (usual_z(saved(folder, "objective"), loaded.config) if max(counts) > 1 else "once")
     with one_after_the_first():  # who prepares the data for all
         loaded_data = data_to_score(folder, loaded, data, split)
     if isinstance(loaded_data, SudokuData):

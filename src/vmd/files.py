@@ -56,14 +56,29 @@ def claimed(folder: Path, *, wait: bool = False) -> Iterator[None]:
                 continue
             raise
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise InvalidInput(f"{folder}: another run is writing here: wait for it, or use another folder") from None
             here = not wait or is_still_at(folder, held)
             if here:
                 yield
-        except BlockingIOError:
-            raise InvalidInput(f"{folder}: another run is writing here: wait for it, or use another folder") from None
         finally:
             os.close(held)
+
+
+@contextlib.contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Make a folder and claim it; what is new and stays empty goes again."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    make_folder(folder)
+    try:
+        with claimed(folder):
+            yield
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):  # it holds something
+                path.rmdir()
 
 
 def is_still_at(folder: Path, held: int) -> bool:
@@ -108,9 +123,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        if not isinstance(error, OSError):
+            raise
         raise InvalidInput(f"{path}: cannot write: {error.strerror}") from None
 
 
@@ -164,7 +181,7 @@ def packed(tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
         t = t.float() if t.is_floating_point() else t
         finite = f"{name}: not finite: expected numbers that can be rounded to eight bits"
         require(bool(t.isfinite().all()), finite)
-        if t.ndim < 2 or not t.is_floating_point():
+        if t.ndim < 2 or not t.numel() or not t.is_floating_point():
             small[name] = t
             continue
         largest = t.abs().amax(-1, keepdim=True)

@@ -180,6 +180,13 @@ class VMD(nn.Module):
         written = int((prompt < 0).any(0).view(self.config.blocks, -1).any(1).sum())
         return cache and self.device.type == "cuda" and is_whole(steps) and written * steps >= RECORDED
 
+    def desk_for(self, prompt: Tensor, batch_size: int = BATCH_ROWS, **options) -> Desk | None:
+        """One that serves all batches of such a prompt, if it pays to record their steps."""
+        require(is_whole(batch_size) and batch_size >= 1, f"batch_size={batch_size!r}: expected a whole number, at least 1")
+        if not self.records(prompt, **options):
+            return None
+        return self.desk(-(-len(prompt) // -(-len(prompt) // batch_size)), record=True)
+
     def beginning(self, text: str) -> Tensor:
         """(L,): the tokens of a text, and gaps behind it."""
         if self.tokenizer is None:
@@ -215,9 +222,7 @@ class VMD(nn.Module):
         seeds, wanted = options.pop("seeds", None), len(prompt)
         if seeds is not None:
             check_seeds(seeds, len(prompt))
-        require(is_whole(batch_size) and batch_size >= 1, f"batch_size={batch_size!r}: expected a whole number, at least 1")
-        if desk is None and self.records(prompt, **options):
-            desk = self.desk(-(-len(prompt) // -(-len(prompt) // batch_size)), record=True)
+        desk = desk or self.desk_for(prompt, batch_size, **options)
         batches = -(-len(prompt) // (batch_size if desk is None else desk.rows))
         size = -(-len(prompt) // batches) if desk is None else desk.rows
         if desk is not None:  # all batches have its size: the last is filled up, and what is over is thrown away

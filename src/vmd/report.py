@@ -11,7 +11,10 @@ from vmd.files import read_json, write_atomically
 from vmd.tables import WITH_OWN_TABLES, bench_table, merged_table, provenance, summary_table, to_markdown
 
 RESULTS_FILE = "results.json"
-MARKER = re.compile(r"(<!-- results:(?P<name>[\w-]+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+# `results:NAME of A; B; C`: only these of the table's systems, as they are called there, in this order.
+MARKER = re.compile(
+    r"(?P<begin><!-- results:(?P<name>[\w-]+)(?: of (?P<only>[^\n]+?))? -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
+)
 BEGINNING = re.compile(r"^<!-- results:.*-->$", re.MULTILINE)
 
 
@@ -56,12 +59,26 @@ def bench_section(folder: Path) -> str:
     return text
 
 
-def section(folder: Path, name: str, readme: Path) -> str:
-    """Table, provenance and pictures of one table, as markdown."""
+def of_systems(results: dict, only: list[str]) -> dict:
+    """The results of some of a table's systems."""
+    systems = results.get("systems", {})
+    for name in only:
+        require(name in systems, f"{name!r}: no such system in the results: expected one of {'; '.join(systems)}")
+    kept = {name: systems[name] for name in only}
+    return results | {
+        "systems": kept,
+        "rows": [row for row in results["rows"] if row["system"] in kept],
+        "seconds": sum(about["training_seconds"] + about["measuring_seconds"] for about in kept.values()),
+    }
+
+
+def section(folder: Path, name: str, readme: Path, only: str = "") -> str:
+    """Table, provenance and pictures of one table, as markdown; `only` some systems of it, with semicolons between."""
     if name.startswith("bench"):
         return bench_section(folder / name)
     runs = load_results(folder, name)
     with as_written(folder / name / RESULTS_FILE):
+        runs = [of_systems(run, [part.strip() for part in only.split(";")]) for run in runs] if only else runs
         text = to_markdown(*(summary_table(runs[0]) if runs[0]["name"] in WITH_OWN_TABLES else merged_table(runs))) + "\n"
         for run in runs:
             text += provenance(run)
@@ -96,7 +113,7 @@ def renewed(readme: Path, folder: Path) -> tuple[str, str]:
         body = whole.get(beginning.start(), "")
         ends = body and not BEGINNING.search(body, len(beginning.group(0)))
         require(bool(ends), f"{readme}: {beginning.group(0)}: expected an <!-- end of results --> of its own after it")
-    return before, MARKER.sub(lambda m: m.group(1) + section(folder, m.group("name"), readme) + m.group(3), before)
+    return before, MARKER.sub(lambda m: m["begin"] + section(folder, m["name"], readme, m["only"] or "") + m["end"], before)
 
 
 def update_readme(readme: Path, folder: Path) -> bool:

@@ -19,6 +19,7 @@ from vmd.terminal import (
     saved,
     say,
     short,
+    usual_z,
     work_of_codes,
 )
 
@@ -79,12 +80,14 @@ def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
 
 
 LOOKS, ROWS_LOOKED_AT = 10, 32
+HOW_IT_RUNS = ("accumulate", "precision", "compile", "capture", "attention")  # what a machine, or --no-fast, decides
 
 
 def look_at_validation(model: Any, run: RunConfig, tokenizer: Any) -> Any:
-    """Of text: what a few rows of the validation part cost, some ten times in a run. None where the text is too short."""
+    """Of text: what a few rows of the validation part cost, up to ten times in a run. None where the text is too short."""
     import numpy as np
 
+    from vmd.data.arrays import parse_positions
     from vmd.evaluation import bits_in_passing
 
     try:
@@ -94,11 +97,15 @@ def look_at_validation(model: Any, run: RunConfig, tokenizer: Any) -> Any:
         return None
     count = min(ROWS_LOOKED_AT, len(held_out))
     rows = held_out.rows_at(np.arange(count) * len(held_out) // count).long().to(model.device)
+    fixed = parse_positions(run.data.fixed, model.config.length)
+    fixed = None if fixed is None else fixed.to(model.device)
     r = model.config.block_size
     steps = sorted(run.objective.steps if run.objective.masking == "steps" else {1, r} if r <= 16 else {r})
 
+    z = usual_z(to_dict(run)["objective"], model.config) if max(steps) > 1 else "once"
+
     def look(step: int) -> dict[str, float]:
-        found = bits_in_passing(model, rows, steps)
+        found = bits_in_passing(model, rows, steps, z, fixed)
         bits = ", ".join(f"{found[f'bits_{n}']:.3f} in {n} step{'s' if n > 1 else ''} per block" for n in steps)
         say(f"step {step}: validation text takes {bits} (certified bits per token, {count} rows)")
         return found

@@ -505,6 +505,10 @@ def check_seeds(seeds: Sequence[int], rows: int) -> None:
     require(all(0 <= seed < 2**63 for seed in numbers), "seeds: expected numbers from 0 to 2^63")
 
 
+def is_of_integers(x: Tensor) -> bool:
+    return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+
+
 def check_prompt(prompt: Tensor, config: ModelConfig) -> None:
     require(
         isinstance(prompt, Tensor),
@@ -514,8 +518,7 @@ def check_prompt(prompt: Tensor, config: ModelConfig) -> None:
         prompt.dim() == 2 and prompt.shape[1] == config.length,
         f"a prompt of shape {tuple(prompt.shape)}: expected (rows, {config.length}), one entry for each position",
     )
-    whole = not prompt.is_floating_point() and not prompt.is_complex() and prompt.dtype != torch.bool
-    require(whole, f"a prompt of {prompt.dtype}: expected integers")
+    require(is_of_integers(prompt), f"a prompt of {prompt.dtype}: expected integers")
     if prompt.numel():
         low, high = int(prompt.min()), int(prompt.max())
         bad = low if low < -1 else high

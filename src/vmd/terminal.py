@@ -83,11 +83,11 @@ def trained_fixed(folder: Path) -> str:
     return found if isinstance(found, str) else ""
 
 
-def usual_z(folder: Path, config: Any) -> str:
+def usual_z(objective: dict, config: Any) -> str:
     """How z is best drawn over several steps: codes that were trained on half-filled blocks are drawn afresh for each."""
-    about = saved(folder, "objective")
-    one_step = about.get("masking") == "steps" and about.get("steps") in ([1], None)
-    whole = about.get("masking") == "steps" and about.get("z") == "once"
+    by_steps = objective.get("masking") == "steps"
+    one_step = by_steps and objective.get("steps") in ([1], None)
+    whole = by_steps and objective.get("z") == "once"
     return "fresh" if config.latent.coded and not one_step and not whole else "once"
 
 

@@ -136,7 +136,7 @@ def vocabulary(data: TextData, at_once: int = 4_096) -> set[str]:
 
 def find_judge(out: Path, device: str) -> VMD | None:
     folder = folder_of(out, JUDGE)
-    return VMD.from_pretrained(folder, device).eval() if (folder / "model.safetensors").is_file() else None
+    return VMD.from_pretrained(folder, device).eval() if (folder / WEIGHTS_FILE).is_file() else None
 
 
 def judge_all(

@@ -91,6 +91,8 @@ SCAN = (
     # How many codes, for how many tokens.
     BLIND,
     *(coded(codes, 4) for codes in (16, 64, 256, 1024, 4096)),
+    System("no latent, r = 2", "text-mdm", 2),
+    *(coded(codes, 2) for codes in (64, 256)),
     System("no latent, r = 8", "text-mdm", 8),
     *(coded(codes, 8) for codes in (16, 64, 256, 1024)),
     System("no latent, r = 16", "text-mdm", 16),

@@ -322,6 +322,8 @@ def averaged(parameters: dict[str, nn.Parameter], average: dict[str, Tensor] | N
 def take_folder(out: Path, resume: bool, stack: ExitStack) -> None:
     make_folder(out)
     stack.enter_context(claimed(out))
+    for unfinished in out.glob("*.partial"):  # by a run that was killed
+        unfinished.unlink()
     used = (out / "metrics.jsonl").exists() or bool(checkpoint_files(out))
     require(resume or not used, f"{out} holds a run: resume it, or train into another folder")
 
