@@ -21,6 +21,42 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+# Integers with commas between
+
+
+def write_csv(path, text):
+    path.write_text(text)
+    return path
+
+
+TABLES = ["1,2,3\n4,5,6\n", "a,b,c\n1,2,3\n4,5,6", "1, 2, 3\n\n4, 5, 6\n\n", "x\r\n1,2,3\r\n4,5,6\r\n"]
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_a_csv_of_integers_is_an_array(text, tmp_path):
+    data = load_data(write_csv(tmp_path / "mine.csv", text))
+    assert data.rows_at(np.arange(2)).tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert data.vocab_size == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("1,2\n3\n", "line 2: 1 integers: expected 2"),
+        ("1,2\n3,b\n", "line 2: '3,b': expected integers"),
+        ("1,2\n0.5,1\n", "line 2: '0.5,1': expected integers"),
+        ("a,b\n", "no rows: expected integers"),
+        ("", "no rows: expected integers"),
+        ("1,-2\n", "token id -2: expected ids from 0"),
+        ("1,70000\n", "token id 70000: expected ids below 65536"),
+        (f"1,{10**30}\n", "an integer beyond 64 bits"),
+    ],
+)
+def test_a_csv_of_something_else_is_refused(text, told, tmp_path):
+    with pytest.raises(InvalidInput, match=told):
+        load_data(write_csv(tmp_path / "mine.csv", text))
+
+
 # Laws
 
 

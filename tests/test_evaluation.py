@@ -3,12 +3,15 @@ import math
 import pytest
 import torch
 
-from helpers import NO_LATENT, all_sequences, close, latent, random_law, random_tokens, tiny_model
+import vmd
+from helpers import NO_LATENT, all_sequences, close, codes, latent, random_law, random_tokens, strong_model, tiny_model
 from vmd.config import InvalidInput, LatentConfig
 from vmd.data import ArrayData, law
 from vmd.data.synthetic import d1, d2, dependence
+from vmd.data.tokenizers import CharTokenizer
 from vmd.diagnostics import advice, describe
 from vmd.evaluation import CERTIFIED, diagnose_model, evaluate_model
+from vmd.likelihood import enumerate_orders
 from vmd.model import VMD
 
 SURROGATE, BOUND = "surrogate (not a bound), bits per token", "bound at N = block size, bits per token"
@@ -267,6 +270,64 @@ def test_given_positions_are_given_to_the_sampler_too():
     sampled = next(row["value"] for row in rows if row["metric"] == "accuracy, %" and "rule sample" in row["about"])
     assert close(sampled, 10, 2)
     assert EXACT not in metrics(rows)
+
+
+def test_models_are_scored_from_python():
+    """Rows of tokens, an array of them, or a law: the same bits; codes as one would sum over them by hand."""
+    model = strong_model(4, 2, 3, codes(by_place=True))
+    rows = random_tokens(40, 4, 3, seed=1)
+    found = vmd.evaluate(model, rows, steps=(1, 2))
+    assert found == vmd.evaluate(model, ArrayData(rows.numpy()), steps=(1, 2))
+    exact = enumerate_orders(model, rows, 1)[0].sum(-1) / (4 * math.log(2))
+    assert found[1].value == pytest.approx(float(exact.mean()), abs=1e-6)
+    assert found[1].stderr == pytest.approx(float(exact.std() / 40**0.5), abs=1e-6)
+    scored = [row for row in evaluate_model(model, ArrayData(rows.numpy()), [1], z="fresh") if row["metric"] == CERTIFIED]
+    assert scored[0]["value"] == pytest.approx(found[1].value, abs=1e-6)
+    assert vmd.evaluate(model, rows, rows=7)[1].value != found[1].value
+
+
+def test_a_text_is_cut_into_rows_and_scored():
+    model = strong_model(4, 2, 3)
+    model.tokenizer = CharTokenizer("abc")
+    rows = random_tokens(12, 4, 3, seed=1)
+    text = model.tokenizer.decode(rows.flatten().numpy())
+    assert vmd.evaluate(model, text + "ab") == vmd.evaluate(model, rows)
+
+
+def test_differences_are_of_rows():
+    model, other = strong_model(4, 2, 3), strong_model(4, 2, 3, seed=1)
+    rows = random_tokens(40, 4, 3, seed=1)
+    nats = [enumerate_orders(one, rows, 1)[0].sum(-1) for one in (model, other)]
+    apart = (nats[0] - nats[1]) / (4 * math.log(2))
+    found = vmd.evaluate(model, rows, against=other)[1]
+    assert found.value == pytest.approx(float(apart.mean()), abs=1e-6)
+    assert found.stderr == pytest.approx(float(apart.std() / 40**0.5), abs=1e-6)
+    assert vmd.evaluate(model, rows, steps=(1, 2), against=model) == {1: (0.0, 0.0), 2: (0.0, 0.0)}
+
+
+MODEL = tiny_model(vocab_size=3)
+ROWS = random_tokens(3, 4, 3)
+WRONG = [
+    (lambda: vmd.evaluate(None, ROWS), "evaluate\\(NoneType\\): expected a model"),
+    (lambda: vmd.evaluate(MODEL, ROWS[:, :3]), "rows of shape \\(3, 3\\): expected \\(rows, 4\\)"),
+    (lambda: vmd.evaluate(MODEL, ROWS[0]), "rows of shape \\(4,\\)"),
+    (lambda: vmd.evaluate(MODEL, ROWS / 2), "rows of torch.float32: expected integers"),
+    (lambda: vmd.evaluate(MODEL, ROWS + 3), "expected 0 to 2"),
+    (lambda: vmd.evaluate(MODEL, "abc"), "this is no model of text"),
+    (lambda: vmd.evaluate(MODEL, ROWS, steps=(3,)), "steps=3: expected 1 to 2"),
+    (lambda: vmd.evaluate(MODEL, ROWS, against=tiny_model(6, 2, 3)), "against a model of rows of 6 of 3 tokens: expected 4"),
+    (lambda: vmd.evaluate(MODEL, ROWS, steps=(2,), against=tiny_model(4, 1, 3)), "steps=2: expected at most 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "told"), WRONG)
+def test_what_cannot_be_scored_is_one_line(call, told):
+    with pytest.raises(InvalidInput, match=told):
+        call()
+
+
+def test_rows_of_bytes_are_rows():
+    assert vmd.evaluate(MODEL, ROWS.to(torch.uint8)) == vmd.evaluate(MODEL, ROWS)
 
 
 def test_progress_is_told_within_what_takes_long(monkeypatch):

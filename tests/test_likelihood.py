@@ -56,7 +56,14 @@ samplers = pytest.mark.parametrize(
     [(2, 1, 1, "fresh"), (3, 3, 1, "once")]
     + [(length, r, n, z) for length, r, n in ((3, 3, 2), (3, 3, 3), (4, 2, 2), (4, 4, 3)) for z in ("fresh", "once")],
 )
-CONFIDENCES = pytest.mark.parametrize("order", ORDERS[1:])
+
+
+def least_doubtful(probabilities: torch.Tensor) -> torch.Tensor:
+    """An order of one's own."""
+    return (probabilities**2).sum(-1) + torch.arange(probabilities.shape[-2]) % 2
+
+
+CONFIDENCES = pytest.mark.parametrize("order", [*ORDERS[1:], least_doubtful])
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -194,6 +201,8 @@ def test_confidence_orders_of_latents_and_unknown_orders_are_refused():
     for z_config in (latent(), codes()):
         with pytest.raises(InvalidInput, match=r"order=prob.*latent"):
             confidence_order_nll(tiny_model(4, 2, V, z_config), x0, 1, "prob")
+        with pytest.raises(InvalidInput, match=r"order=least_doubtful.*latent"):
+            confidence_order_nll(tiny_model(4, 2, V, z_config), x0, 1, least_doubtful)
     for order in ("random", "best"):
         with pytest.raises(InvalidInput, match=f"order='{order}'"):
             confidence_order_nll(tiny_model(4, 2, V), x0, 1, order)

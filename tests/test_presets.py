@@ -8,7 +8,7 @@ from vmd.config import InvalidInput, RunConfig, override_all
 from vmd.data import law
 from vmd.metrics import accuracy
 from vmd.model import VMD
-from vmd.presets import FOUR_TOKEN, OUR_KL_WEIGHT, TWO_TOKEN, all_presets, paper_kl_weight, preset, synthetic
+from vmd.presets import FOUR_TOKEN, OUR_KL_WEIGHT, TWO_TOKEN, all_presets, controlled, paper_kl_weight, preset, synthetic
 from vmd.reproduce import PAPER
 from vmd.training import train
 
@@ -107,11 +107,21 @@ def test_an_unknown_preset_is_refused_with_those_that_are_like_it(tmp_path):
 
 
 def test_the_command_lists_every_preset():
-    done = succeeds("presets")
+    done = succeeds("presets", "--all")
     head, *listed = done.out.splitlines()
     assert head.split() == ["preset", "data", "layers", "blocks", "latent", "training"]
     assert [line.split()[0] for line in listed] == list(PRESETS)
     assert done.err == ""
+
+
+def test_presets_of_the_controlled_experiments_are_listed_when_asked_for():
+    done = succeeds("presets")
+    shown = [line.split()[0] for line in done.out.splitlines()[1:]]
+    left_out = controlled()
+    assert shown == [name for name in PRESETS if name not in left_out]
+    assert {"array", "poker", "text", "text-small", "sudoku"} < set(shown)
+    assert {PRESETS[name].data.name for name in left_out} == {*TWO_TOKEN, *FOUR_TOKEN}
+    assert f"and {len(left_out)} of the controlled experiments" in done.err
 
 
 def test_a_preset_takes_settings():

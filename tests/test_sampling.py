@@ -415,6 +415,40 @@ def test_the_most_confident_position_is_revealed_first(order, first):
     assert (trace[0].revealed.long().argmax(-1) == first).all()
 
 
+def right_to_left(probabilities):
+    return torch.arange(probabilities.shape[-2]).expand(probabilities.shape[:-1])
+
+
+@pytest.mark.parametrize("revise", [False, True])
+def test_an_order_may_be_one_s_own(revise):
+    trace = sample(FixedLogits(LOGITS), gaps(3, 4), steps=4, order=right_to_left, revise=revise, trace=True).trace
+    assert [step.revealed.long().argmax(-1).tolist() for step in trace] == [[place] * 3 for place in (3, 2, 1, 0)]
+
+
+def test_an_order_of_one_s_own_that_is_the_library_s_is_the_same():
+    def surest(probabilities):
+        return probabilities.amax(-1)
+
+    def least_entropy(probabilities):
+        return (probabilities * probabilities.clamp(min=1e-300).log()).sum(-1)
+
+    model = strong_model(6, 3, 3, CODES["by place"])
+    for name, order, more in (
+        ("prob", surest, {}),
+        ("entropy", least_entropy, {}),
+        ("entropy", least_entropy, {"rule": "argmax"}),
+        ("entropy", least_entropy, {"order_noise": 0.5, "revise": True}),
+    ):
+        found = model.sample(20, steps=3, order=order, seeds=range(20), **more).tokens
+        assert torch.equal(found, model.sample(20, steps=3, order=name, seeds=range(20), **more).tokens)
+
+
+@pytest.mark.parametrize("order", [lambda p: p, lambda p: 1.0, lambda p: p[..., 0, 0], [], None])
+def test_an_order_that_scores_no_positions_is_refused(order):
+    with pytest.raises(InvalidInput, match="order="):
+        sample(FixedLogits(LOGITS), gaps(3, 4), steps=2, order=order)
+
+
 def test_prob_and_entropy_are_different_orders():
     probabilities = torch.tensor([[0.6, 0.1, 0.1, 0.1, 0.1], [0.55, 0.45, 0, 0, 0]], dtype=torch.float64)
     assert confidence(probabilities, "prob").argmax() == 0

@@ -1,5 +1,6 @@
 """Checkpoints: one safetensors file each, holding weights, average, optimiser state, step and configuration."""
 
+import contextlib
 import json
 import zlib
 from collections.abc import Mapping
@@ -78,6 +79,17 @@ def read_checkpoint(path: Path) -> tuple[int, dict, dict[str, Tensor]]:
     if metadata.get("checksum", "") not in ("", checksum(tensors, metadata)):  # older ones have none
         raise ValueError("the checksum does not match")
     return int(metadata["step"]), json.loads(metadata["config"]), tensors
+
+
+def newest_weights(out: Path) -> tuple[int, dict, dict[str, Tensor]]:
+    """Step, configuration and weights, averaged if they are, of the newest checkpoint that is whole."""
+    for path in reversed(checkpoint_files(out)):
+        with contextlib.suppress(SafetensorError, OSError, ValueError):
+            step, config, tensors = read_checkpoint(path)
+            weights = {name.removeprefix("weights/"): t for name, t in tensors.items() if name.startswith("weights/")}
+            average = {name.removeprefix("average/"): t for name, t in tensors.items() if name.startswith("average/")}
+            return step, config, weights | average
+    raise InvalidInput(f"{out}: a run without a checkpoint yet: go on with `vmd train --out {out} --resume`")
 
 
 def load_newest_checkpoint(

@@ -30,6 +30,7 @@ from vmd.terminal import (
     data_to_score,
     first_process,
     lost_others,
+    note_unfinished,
     parse_counts,
     parse_seeds,
     pick_device,
@@ -322,6 +323,7 @@ def sample(
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
     folder = model_folder(model)
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
+    note_unfinished(loaded, folder)
     config = loaded.config
     rule = rule or ("argmax" if config.latent.kind == "gaussian" else "sample")
     require(z is None or config.has_latent, f"--z {z}: expected with a model that has a latent")
@@ -429,6 +431,9 @@ def evaluate(
     fixed: Annotated[
         str | None, typer.Option(help="Positions always given, as in 0:4. [default: as in the model's training]")
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Another model: also how many bits fewer or more, row by row, with the error of that.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of masks and samples.")] = 0,
     json_out: Annotated[
         Path | None, path_option("--json", help="Also write the rows as JSON, and, but for puzzles, a plot beside it.")
@@ -443,7 +448,7 @@ def evaluate(
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
     from vmd.distributed import one_after_the_first, rank
-    from vmd.evaluation import diagnose_model, evaluate_model, evaluate_puzzles
+    from vmd.evaluation import diagnose_model, difference_rows, evaluate_model, evaluate_puzzles, require_comparable
     from vmd.files import hardware, write_atomically
     from vmd.model import VMD, model_folder
     from vmd.progress import progress_bar
@@ -468,6 +473,7 @@ def evaluate(
         pyplot()
     folder = model_folder(model)
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
+    note_unfinished(loaded, folder)
     require(z is None or loaded.config.has_latent, f"--z {z}: expected with a model that has a latent")
     z = z or (usual_z(saved(folder, "objective"), loaded.config) if max(counts) > 1 else "once")
     with one_after_the_first():  # who prepares the data for all
@@ -478,6 +484,12 @@ def evaluate(
         fixed = trained_fixed(folder)
         if fixed:
             say(f"positions {fixed} are given, as in training; --fixed says otherwise")
+    other = None
+    if against is not None:
+        whole = not fixed and not isinstance(loaded_data, SudokuData) and not several_processes()
+        require(whole, f"--against {against}: expected with whole rows, which no position of is given, and one process")
+        other = VMD.from_pretrained(against, device=loaded.device)
+        require_comparable(loaded, other, max(counts))
     with progress_bar(f"vmd evaluate {model}, percent", 100) as update:
 
         def on_part(done: float, total: int) -> None:
@@ -489,6 +501,9 @@ def evaluate(
         else:
             require(not revise, "--revise: expected with puzzles: samples that are revised have no certified likelihood")
             scores = evaluate_model(loaded, loaded_data, counts, iwae=draws, n=n, fixed=fixed, **same)  # type: ignore[arg-type]
+            if other is not None:
+                samples = max(draws) if loaded.config.latent.kind == "gaussian" else 1
+                scores += difference_rows(loaded, other, str(against), loaded_data, counts, z, samples, rows, seed)
     if rank() != 0:
         return
     entropy = None
@@ -529,21 +544,29 @@ def evaluate(
         from vmd.figures import draw_scores
 
         title = f"{model} on {data}" + (f", z {z}" if loaded.config.has_latent else "")
-        draw_scores(scores, entropy, carried, loaded.config.latent.kind, title, plot)
+        draw_scores(
+            [row for row in scores if "against" not in row], entropy, carried, loaded.config.latent.kind, title, plot
+        )
         say(f"picture: {plot}")
 
 
 @app.command()
-def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's fields.")] = None) -> None:
+def presets(
+    name: Annotated[str | None, typer.Argument(help="Show this preset's fields.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Also those of the controlled experiments.")] = False,
+) -> None:
     """List the presets, or show one as `--set` would name its fields."""
-    from vmd.presets import all_presets, preset
+    from vmd.presets import all_presets, controlled, preset
 
     if name is None:
-        print(f"{'preset':28s} {'data':16s} {'layers':8s} {'blocks':10s} {'latent':10s} training")
+        left_out = [] if every else controlled()
+        print(f"{'preset':28s} {'data':16s} {'layers':8s} {'blocks':10s} {'latent':12s} training")
         for key, run in all_presets().items():
+            if key in left_out:
+                continue
             model = run.model
             kinds = {
-                "gaussian": f"latent {model.latent.dim}",
+                "gaussian": f"Gaussian {model.latent.dim}",
                 "categorical": f"{model.latent.codes} codes",
                 "chain": f"chain of {model.latent.codes} codes",
                 "none": f"draft {model.draft}" if model.draft else "no latent",
@@ -552,7 +575,9 @@ def presets(name: Annotated[str | None, typer.Argument(help="Show this preset's 
             block = f"block {model.block_size}" if model.block_size else "one block"
             size = f"{model.layers} x {model.width}"
             training = f"{run.training.steps} steps of {run.training.batch_size}"
-            print(f"{key:28s} {run.data.name or 'your data':16s} {size:8s} {block:10s} {latent:10s} {training}")
+            print(f"{key:28s} {run.data.name or 'your data':16s} {size:8s} {block:10s} {latent:12s} {training}")
+        if left_out:
+            say(f"and {len(left_out)} of the controlled experiments, such as {left_out[0]}: --all lists them, too")
         return
     for field, value in flatten(to_dict(preset(name))).items():
         value = ",".join(map(str, value)) if isinstance(value, list) else value

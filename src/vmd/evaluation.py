@@ -7,14 +7,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vmd.config import DRAFT_EMBEDDING, require
+from vmd.config import DRAFT_EMBEDDING, InvalidInput, require
 from vmd.data import ArrayData, Law, SudokuData, TextData
 from vmd.data.arrays import parse_positions
 from vmd.data.sudoku import keeps_clues, valid
 from vmd.data.tokenizers import JsonTokenizer
 from vmd.diagnostics import Diagnostics, diagnose
 from vmd.distributed import gather_rows, my_share, own_seed, require_a_share
-from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
+from vmd.likelihood import Bits, check, check_rows, confidence_order_nll, in_bits, law_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities, share_error
 from vmd.model import VMD
@@ -162,6 +162,81 @@ def bits_in_passing(
         how: dict = {"z": z, "fixed": fixed, "generator": generator, "chunk": rows_per_score(model), "steps_scored": 8}
         found[f"bits_{count}"] = in_bits(nll_bound(model, x0, count, **how), written).value
     return found
+
+
+def evaluate(
+    model: VMD,
+    data: Data | Tensor | str,
+    steps: Sequence[int] = (1,),
+    *,
+    z: str = "",
+    samples: int = 1,
+    rows: int = 2_000,
+    seed: int = 0,
+    against: VMD | None = None,
+) -> dict[int, Bits]:
+    """{steps per block: certified bits per token}, with standard errors, of the sampler in random order, rule sample.
+
+    Of data as `vmd.load_data` gives it, of rows of tokens (n, L), or of a text, cut into rows, by a model of text. z: as
+    `vmd.sample` draws it, fresh by default for codes, once for a Gaussian, whose bound may have several `samples`.
+    `against`: the bits of another model are taken off, row by row of the same data, and the errors are of the differences.
+    """
+    require(isinstance(model, VMD), f"evaluate({type(model).__name__}): expected a model")
+    if against is not None:
+        require_comparable(model, against, max(steps))
+    x0 = rows_of(model, data, rows, seed)
+    found = {}
+    for count in steps:
+        nats = row_nats(model, x0, count, z, samples, seed)
+        if against is not None:
+            nats -= row_nats(against, x0, count, "", samples, seed)
+        found[count] = in_bits(nats, model.config.length)
+    return found
+
+
+def require_comparable(model: VMD, other: VMD, steps: int) -> None:
+    ours, theirs = model.config, other.config
+    same = (ours.length, ours.vocab_size) == (theirs.length, theirs.vocab_size)
+    same = same and (ours.symbols == theirs.symbols or () in (ours.symbols, theirs.symbols))
+    other_rows = f"rows of {theirs.length} of {theirs.vocab_size} tokens"
+    require(same, f"against a model of {other_rows}: expected {ours.length} of {ours.vocab_size}, the same tokens")
+    least = min(ours.block_size, theirs.block_size)
+    require(steps <= least, f"steps={steps}: expected at most {least}, the smaller block size of the two models")
+
+
+def rows_of(model: VMD, data: Data | Tensor | str, rows: int, seed: int) -> Tensor:
+    length = model.config.length
+    if isinstance(data, str):
+        if model.tokenizer is None:
+            raise InvalidInput(f"a text {data!r:.60}: expected rows of tokens: this is no model of text")
+        ids = torch.as_tensor(model.tokenizer.encode(data)).long()
+        require(len(ids) >= length, f"a text of {len(ids)} tokens: expected at least {length}, a row of the model")
+        data = ids[: len(ids) // length * length].view(-1, length)
+    if isinstance(data, Tensor):
+        check_rows(model.config, data)
+        chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:rows].sort().values
+        return data[chosen.to(data.device)].long().to(model.device)
+    return draw_rows(data, rows, seed, model.device)
+
+
+def row_nats(model: VMD, x0: Tensor, steps: int, z: str, samples: int, seed: int) -> Tensor:
+    """(n,): the bound of each row, by the same orders for models with blocks of one size."""
+    z = z or ("fresh" if model.config.latent.coded or not model.config.has_latent else "once")
+    generator = torch.Generator(model.device).manual_seed(own_seed(seed))
+    x0 = x0.to(model.device)
+    return nll_bound(model, x0, steps, z=z, samples=samples, generator=generator, chunk=rows_per_score(model)).cpu()
+
+
+def difference_rows(
+    model: VMD, other: VMD, name: str, data: Data, steps: list[int], z: str, samples: int, rows: int, seed: int
+) -> list[dict]:
+    """How many bits fewer or more than another model: what both find hard is not noise."""
+    compared = evaluate(model, data, steps, z=z, samples=samples, rows=rows, seed=seed, against=other)
+    return [
+        row("difference, bits per token", bits.value, bits.stderr, f"less those of {name}, {per_block(count)}, row by row")
+        | {"steps": count, "order": "random", "iwae": samples, "against": name}
+        for count, bits in compared.items()
+    ]
 
 
 def draw_rows(data: Data, n: int, seed: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from vmd.config import InvalidInput, ModelConfig, require, require_choice
 from vmd.latent import Gaussian
 from vmd.masking import Masks, apply_mask, draw_steps
 from vmd.objective import ChainCodes, Codes, code_terms, importance_terms, infer, targets_nll
-from vmd.sampling import ORDERS, confidence, first_by, reveal_counts
+from vmd.sampling import ORDERS, Order, confidence, first_by, is_of_integers, named, reveal_counts
 
 STEPS_SCORED = 8  # of a sampler with many steps, the bound scores this many, drawn without bias
 
@@ -38,6 +38,16 @@ class Bits(NamedTuple):
 
     value: float
     stderr: float | None
+
+
+def check_rows(config: ModelConfig, x0: Tensor) -> None:
+    shape = f"rows of shape {tuple(x0.shape)}: expected (rows, {config.length}), the model's length"
+    require(x0.dim() == 2 and x0.shape[1] == config.length, shape)
+    require(is_of_integers(x0), f"rows of {x0.dtype}: expected integers")
+    if x0.numel():
+        low, high = int(x0.min()), int(x0.max())
+        known = low >= 0 and high < config.vocab_size
+        require(known, f"token id {low if low < 0 else high} in the rows: expected 0 to {config.vocab_size - 1}")
 
 
 def check(config: ModelConfig, steps: int, z: str, samples: int) -> None:
@@ -76,6 +86,8 @@ def nll_bound(
     """
     config = model.config
     check(config, steps, z, samples)
+    check_rows(config, x0)
+    x0 = x0.long()
     fresh = (z == "fresh" or steps == 1 or not config.has_latent) and not config.z_reaches_later_blocks
     kept = min(steps, steps_scored) if fresh else steps
     rows = max(1, min(chunk // kept, 2**28 // (steps * config.length)))  # the masks of all steps take memory too
@@ -140,17 +152,18 @@ def marginal_nll(
 
 
 @torch.no_grad()
-def confidence_order_nll(model: Scorable, x0: Tensor, steps: int, order: str, *, chunk: int = 4_096) -> Tensor:
+def confidence_order_nll(model: Scorable, x0: Tensor, steps: int, order: Order, *, chunk: int = 4_096) -> Tensor:
     """(B,): exactly -log p(x0) of the sampler without z whose order is by confidence: the order follows from the tokens.
 
     What a step reveals is a function of its predictions, so one sequence has one order, and nothing is averaged.
     """
     config, r, mask_id = model.config, model.config.block_size, model.config.vocab_size
     check(config, steps, "fresh", 1)
-    require_choice("order", order, ORDERS[1:])
+    if not callable(order):
+        require_choice("order", order, ORDERS[1:])
     require(
         not config.has_latent,
-        f"order={order}: expected random for a model with a latent: its order depends on the z that was drawn",
+        f"order={named(order)}: expected random for a model with a latent: its order depends on the z that was drawn",
     )
     parts = []
     for rows in x0.split(chunk):

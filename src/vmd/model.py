@@ -68,6 +68,7 @@ class VMD(nn.Module):
         config = config.resolved(config.length, config.vocab_size)
         self.config = config
         self.tokenizer: Tokenizer | None = None  # of a model of text: `model.tokenizer.decode(row)` is what it wrote
+        self.stopped_at: int | None = None  # the step of a run that is not finished, if it is one's newest checkpoint
         self.decoder = CodeDecoder(config) if config.latent.coded else Decoder(config)
         gaussian = config.latent.kind == "gaussian"
         encoder = Encoder if config.latent.encoder_layers else NoEncoder
@@ -286,20 +287,27 @@ class VMD(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: str | torch.device = "cpu") -> "VMD":
-        """From a folder, or by name one that comes with the library."""
-        folder = model_folder(folder)
-        unfinished = (folder / "run.json").is_file() and not (folder / CONFIG_FILE).is_file()
-        require(not unfinished, f"{folder}: a run that is not finished: go on with `vmd train ... --resume`")
-        described = read_json(folder / CONFIG_FILE)
-        require(
-            isinstance(described, dict) and described.get("format") == "vmd",
-            f'{folder / CONFIG_FILE}: not a vmd model: expected "format": "vmd"',
-        )
+        """From a folder, or by name one that comes with the library. Of a run that goes on, its newest checkpoint."""
+        folder, step = model_folder(folder), None
+        if (folder / "run.json").is_file() and not (folder / CONFIG_FILE).is_file():
+            from vmd.checkpoints import newest_weights
+
+            step, described, weights = newest_weights(folder)
+            source = folder / "checkpoints"
+        else:
+            source = folder / CONFIG_FILE
+            described, weights = read_json(source), None
+            known = isinstance(described, dict) and described.get("format") == "vmd"
+            require(known, f'{source}: not a vmd model: expected "format": "vmd"')
         try:
             model = cls(from_dict(ModelConfig, described.get("model"), "model"))
         except InvalidInput as error:
-            raise InvalidInput(f"{folder / CONFIG_FILE}: {error}") from None
-        load_weights(model, read_tensors(folder / WEIGHTS_FILE), folder / WEIGHTS_FILE)
+            raise InvalidInput(f"{source}: {error}") from None
+        if weights is None:
+            source = folder / WEIGHTS_FILE
+            weights = read_tensors(source)
+        load_weights(model, weights, source)
+        model.stopped_at = step
         model.tokenizer = model_tokenizer(folder)
         require_same_tokens(model, model.tokenizer, str(folder / TOKENIZER_FILE))
         return model.to(device)

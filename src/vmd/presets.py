@@ -236,6 +236,12 @@ def all_presets() -> dict[str, RunConfig]:
     return presets
 
 
+def controlled() -> list[str]:
+    """Those of data sets whose law is known and whose tables `vmd reproduce` makes; one of each is enough to look at."""
+    laws = tuple(f"{data}-" for data in (*TWO_TOKEN, *FOUR_TOKEN))
+    return [name for name in all_presets() if f"{name}-".startswith(laws)]
+
+
 def preset(name: str, *settings: str) -> RunConfig:
     """A preset (`vmd presets` lists them), with fields of your own: `vmd.preset("text-small", "training.steps=300")`.
 

@@ -80,6 +80,7 @@ def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
 
 
 LOOKS, ROWS_LOOKED_AT = 10, 32
+BY_HEART = 200  # so often is a text read by who knows all of it
 HOW_IT_RUNS = ("accumulate", "precision", "compile", "capture", "attention")  # what a machine, or --no-fast, decides
 
 
@@ -162,6 +163,10 @@ def train_run(
     run.objective.check(run.model)
     if isinstance(data, TextData) and isinstance(data.tokenizer, Text8Tokenizer) and run.data.name != "text8":
         say(TEXT8_NOTE)
+    times = run.training.steps * run.training.batch_size // len(data) if isinstance(data, TextData) else 0
+    if times >= BY_HEART and not resume:
+        chunks = f"{len(data)} chunk{'s' if len(data) > 1 else ''} of {data.length} tokens"
+        say(f"note: {chunks}, read some {times:,} times, are learned by heart: expected more text, or fewer training.steps")
     before = saved(folder, "training").get("steps", run.training.steps) if resume else run.training.steps
     parts = parts_that_fit(run, world_size()) if device == "cpu" and "training.accumulate" not in chosen else 1
     if parts > run.training.accumulate:

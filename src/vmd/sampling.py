@@ -15,6 +15,7 @@ from vmd.config import InvalidInput, ModelConfig, is_number, is_whole, require, 
 from vmd.masking import ceil_share
 
 ORDERS = ("random", "prob", "margin", "entropy")
+Order = str | Callable[[Tensor], Tensor]  # one of these, or how sure a step is of each position: (..., r, V) -> (..., r)
 RULES = ("argmax", "sample")
 DRAWS = ("once", "fresh", "likeliest")  # of z
 
@@ -129,8 +130,13 @@ def reveal_counts(masked: Tensor, steps: int) -> Tensor:
     return ceil_share(j, masked, steps).diff(dim=0)
 
 
-def confidence(probabilities: Tensor, order: str) -> Tensor:
+def confidence(probabilities: Tensor, order: Order) -> Tensor:
     """Section 3.3: how sure the model is of each position, (..., V) -> (...). A function of its predictions alone."""
+    if not isinstance(order, str):
+        score = order(probabilities)
+        fits = isinstance(score, Tensor) and score.shape == probabilities.shape[:-1]
+        require(fits, f"order={named(order)}: expected a function (..., r, V) -> (..., r) of tensors")
+        return score.to(probabilities.dtype)
     if order == "prob":
         return probabilities.amax(-1)
     if order == "margin":
@@ -143,9 +149,13 @@ def confidence(probabilities: Tensor, order: str) -> Tensor:
     raise ValueError(f"order={order!r}: expected one of {', '.join(ORDERS)}")
 
 
-def confidence_in(probabilities: Tensor, tokens: Tensor, order: str) -> Tensor:
+def named(order: Order) -> str:
+    return order if isinstance(order, str) else getattr(order, "__name__", type(order).__name__)
+
+
+def confidence_in(probabilities: Tensor, tokens: Tensor, order: Order) -> Tensor:
     """How sure the model is of these tokens (...,), by the same measure: already written, or chosen by another rule."""
-    if order == "entropy":
+    if order == "entropy" or not isinstance(order, str):  # which are of no token
         return confidence(probabilities, order)
     own = probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     if order == "prob" or probabilities.shape[-1] == 1:
@@ -184,8 +194,11 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0, top_
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
 
 
-def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: str, temperature: float, top_p: float) -> None:
-    require_choice("order", order, ORDERS)
+def check_settings(
+    config: ModelConfig, steps: int, order: Order, rule: str, z: str, temperature: float, top_p: float
+) -> None:
+    if not callable(order):
+        require_choice("order", order, ORDERS)
     require_choice("rule", rule, RULES)
     require_choice("z", z, DRAWS)
     require(
@@ -206,7 +219,7 @@ def check_settings(config: ModelConfig, steps: int, order: str, rule: str, z: st
 class Rule(NamedTuple):
     """How a step turns predictions into tokens."""
 
-    order: str
+    order: Order
     rule: str
     temperature: float
     top_p: float
@@ -365,7 +378,7 @@ def sample(
     prompt: Tensor,
     *,
     steps: int = 1,
-    order: str = "prob",
+    order: Order = "prob",
     rule: str = "sample",
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -386,7 +399,8 @@ def sample(
         and later ones see them; z heeds them if the encoder was trained to see the mask.
     steps: N per block; exactly N evaluations for every block that has a gap in some row. Other blocks that follow each
         other are read in one pass.
-    order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy.
+    order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy,
+        or a function of your own, of probabilities (..., r, V) to scores (..., r): the highest stay.
         With codes and argmax, confidence in a token is summed over codes (unless they enter before the output layer).
     rule: argmax (the paper's) or sample (temperature, top_p).
     z: drawn once per block (the paper's), fresh for every step, or at every step the likeliest of its prior.
@@ -486,7 +500,7 @@ def _trace_step(canvas: Tensor, block: int, step: int, here: slice, revealed: Te
     return Step(block, step, canvas.clone(), everywhere, confidences)
 
 
-def sums_codes(config: ModelConfig, order: str, rule: str, steps: int) -> bool:
+def sums_codes(config: ModelConfig, order: Order, rule: str, steps: int) -> bool:
     """Whether positions are ranked by what all codes together say of their tokens.
 
     Who asks for the likeliest tokens has no use for those that are sure under one code, which may be wrong. Who draws

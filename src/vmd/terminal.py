@@ -105,6 +105,13 @@ def saved(folder: Path, section: str) -> dict:
     return found if isinstance(found, dict) else {}
 
 
+def note_unfinished(model: Any, folder: Path) -> None:
+    """What is read of a run that goes on, or was stopped."""
+    if model.stopped_at is not None:
+        steps = saved(folder, "training").get("steps")
+        say(f"note: {folder} is at step {model.stopped_at} of {steps}; `vmd train --out {folder} --resume` goes on")
+
+
 def say(text: str) -> None:
     """To whoever sits at the terminal; of several processes the first speaks."""
     if first_process():
@@ -222,17 +229,19 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     from vmd.infilling import between_gaps, gaps_of
 
     if isinstance(tokenizer, Text8Tokenizer):
-        require("_" not in (prompt or ""), f"--prompt {prompt!r}: _ is no letter of this model: expected --infill for gaps")
+        require(
+            "_" not in (prompt or ""), f"--prompt {prompt!r:.60}: _ is no letter of this model: expected --infill for gaps"
+        )
         parts = between_gaps(prompt or infill or "")
         lost = any(part.strip() for part in parts) and not any(as_text8(part).strip() for part in parts)
-        option = f"--prompt {prompt!r}" if infill is None else f"--infill {infill!r}"
+        option = f"--prompt {prompt!r:.60}" if infill is None else f"--infill {infill!r:.60}"
         require(not lost, f"{option}: none of it is left in the 27 letters of this model: expected letters a to z or digits")
         if any(as_text8(part) != part for part in parts):
             say(TEXT8_NOTE)
     if prompt is not None:
         row = tokenizer.encode(prompt).tolist()
     has_gap = infill is None or len(between_gaps(infill)) > 1
-    require(has_gap, f"--infill {infill!r}: expected a _ for each gap; --prompt goes on from a text")
+    require(has_gap, f"--infill {infill!r:.60}: expected a _ for each gap; --prompt goes on from a text")
     if infill is not None:
         row = gaps_of(infill, tokenizer).tolist()
     option = "--prompt" if infill is None else "--infill"

@@ -117,6 +117,7 @@ SCAN = (
         for name, span in (("a chain", ()), ("a chain of two", (f"model.latent.span={block // 2}",)))
     ),
     variant(coded(256, 8), "a chain of two", "model.latent.kind=chain", "model.latent.span=4"),
+    variant(coded(256, 16), "a chain of four", "model.latent.kind=chain", "model.latent.span=4"),
     GAUSSIAN_Z,
     variant(GAUSSIAN_Z, "KL weight r/128", "objective.kl_weight=0.03125"),  # as the paper may have counted it
     GAUSSIAN_PRIOR,

@@ -51,7 +51,7 @@ def load_data(
     augment: bool = True,
     layout: str = "board",
 ) -> "Law | ArrayData | TextData | SudokuData":
-    """A law by name, an array by the path of its .npy, text (`text8`, or the path of a file or a folder), or Sudoku puzzles.
+    """A law by name, an array by the path of its .npy or .csv, text (`text8`, or a path), or Sudoku puzzles.
 
     A file is read as puzzles if it is called .sudoku, or with `puzzles`; they are turned by their symmetries with `augment`
     and laid out in place (board), or as a puzzle and its solution (pair).
@@ -61,11 +61,11 @@ def load_data(
     name = str(name)
     if puzzles or name.endswith(".sudoku"):
         return SudokuData(load_puzzles(name), seed, augment, pair=layout == "pair")
-    if name.endswith(".npy"):
+    if name.endswith((".npy", ".csv")):
         return load_array(name, seed)
     if is_text(name):
         presets = "preset text-small, or text on a GPU, or --set model.length=256"
-        told = f"text needs a length of its chunks: use {presets} (integers go in an .npy file)"
+        told = f"text needs a length of its chunks: use {presets} (integers go in an .npy or .csv file)"
         require(is_whole(length) and length > 0, f"{name}: {told}")
         tokenizer = str(tokenizer) if isinstance(tokenizer, Path) else tokenizer
         named = isinstance(tokenizer, str) or hasattr(tokenizer, "encode")
@@ -84,7 +84,7 @@ def load_data(
 
 def is_text(name: str) -> bool:
     """Laws come first: a file of that name is meant by a path such as ./d1."""
-    known = name in LAWS or name.startswith("dependence-") or name.endswith((".npy", ".sudoku"))
+    known = name in LAWS or name.startswith("dependence-") or name.endswith((".npy", ".csv", ".sudoku"))
     return name == "text8" or (bool(name) and not known and os.path.exists(name))
 
 
