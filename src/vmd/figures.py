@@ -55,6 +55,8 @@ def draw_figures(folder: Path) -> list[Path]:
         made += draw_sudoku(results, folder)
     if results["name"] == "text" and not all(about["judge"] for about in results["systems"].values()):
         made.append(draw_text(results, folder / "few-steps.png"))
+        if len(HEADLINE.keys() & results["systems"].keys()) > 2:
+            made.append(draw_headline(results, folder / "headline.png"))
     if results["name"] == "text-scan" and results["systems"]:
         made.append(draw_scan(results, folder / "scan.png"))
     return made
@@ -340,6 +342,38 @@ def draw_text(results: dict, path: Path) -> Path:
             axis.grid(color=GRID)
     drawn = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(drawn.values(), drawn.keys(), frameon=False, ncols=4, loc="outside upper center", fontsize=9)
+    return save(figure, path)
+
+
+HEADLINE = {"BD3-LM, r = 4": "no latent (BD3-LM)", "codes, r = 4": "", "2048 codes, r = 4": "", "AR": "letter by letter"}
+
+
+def draw_headline(results: dict, path: Path) -> Path:
+    """What a latent is for, at a glance: blocks of four letters in one, two and four evaluations."""
+    plt = pyplot()
+    panels = [("bits", "certified bits per character"), ("real_words", "real words in samples, %")]
+    figure, axes = plt.subplots(1, len(panels), figsize=(9, 3.4), layout="constrained")
+    for axis, (metric, label) in zip(axes, panels, strict=True):
+        for name in (name for name in HEADLINE if name in results["systems"]):
+            run = results["configurations"][name]
+            rows = [row for row in as_trained(results) if (row["system"], row["metric"]) == (name, metric)]
+            points = sorted((4 * row["setting"]["nfe"] / run["model"]["length"], row["value"]) for row in rows)
+            if points:
+                label_of = HEADLINE[name] or f"one of {run['model']['latent']['codes']:,} codes"
+                look = look_of_system(run) | {"markersize": 10 if run["model"]["block_size"] == 1 else 6}
+                axis.plot(*zip(*points, strict=True), label=label_of, **look)
+        if (level := results.get("test_text", {}).get(metric)) is not None:
+            axis.axhline(level, color=INK, linestyle="--", linewidth=1)
+            axis.annotate(
+                "other test text", (1, level), (0, -4), textcoords="offset points", va="top", color=INK, fontsize=9
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1, 2, 4], ["1", "2", "4"])
+        axis.minorticks_off()
+        axis.set_xlabel("evaluations of the network for four letters")
+        axis.set_ylabel(label)
+        axis.grid(color=GRID)
+    axes[0].legend(frameon=False)
     return save(figure, path)
 
 

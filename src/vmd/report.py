@@ -95,7 +95,7 @@ def section(folder: Path, name: str, readme: Path, only: str = "") -> str:
         "few-steps.png",
         "scan.png",
     ]
-    shown = [p for p in pictures if (folder / name / p).exists()]
+    shown = [p for p in (["headline.png"] if only else pictures) if (folder / name / p).exists()]
     return text + "".join(f"\n![{picture.removesuffix('.png')}]({where}/{picture})\n" for picture in shown)
 
 

@@ -48,7 +48,7 @@ SYSTEMS = (
     System("BD3-LM, r = 8", "text-mdm", 8),
     System("codes, r = 8", "text", 8),
     System("the paper's VMD, r = 8", "text-gaussian", 8, PAPER_Z),
-    System("codes, r = 16", "text", 16),
+    System("chain of codes, r = 16", "text", 16, ("model.latent.kind=chain", "model.latent.span=4")),
     System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
     System("BD3-LM, r = 4, larger", "text-mdm", 4, ("model.mlp_ratio=11",)),  # more parameters than with 2,048 codes
     System("BD3-LM, r = 4, second seed", "text-mdm", 4, second_seed=True),
