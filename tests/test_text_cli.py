@@ -77,6 +77,7 @@ def test_held_out_text_is_looked_at_while_a_model_learns(source, tmp_path):
     rows = [row for row in json.loads(scored.read_text())["rows"] if row["metric"] == "certified bits per token"]
     assert rows[0]["value"] == pytest.approx(looks[-1]["bits_1"], abs=1e-4)  # one step has no chance in it
     assert rows[1]["value"] == pytest.approx(looks[-1]["bits_4"], rel=0.05)
+    assert "(certified bits per character, " in told
     drawn = succeeds("plot", tmp_path / "run", "--out", tmp_path / "curves.png").err
     assert "no such field" not in drawn
 
@@ -154,7 +155,7 @@ def test_the_scores_are_shown_before_what_takes_longer(source, tmp_path, monkeyp
     monkeypatch.setattr("vmd.evaluation.diagnose_model", interrupted)
     done = vmd("evaluate", tmp_path / "run", "--data", source, "--rows", 2)
     assert done.code == 130
-    assert "certified bits per token" in done.out
+    assert "certified bits per character" in done.out
     assert seen == [(done.out, 2)]
 
 

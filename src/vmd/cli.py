@@ -40,6 +40,7 @@ from vmd.terminal import (
     several_processes,
     show,
     trained_fixed,
+    unit_of,
     usage_line,
     usual_z,
     visible,
@@ -188,7 +189,8 @@ def reproduce(
     print_table(*summary_table(results), title=f"{name}: {shown.get(name, 'accuracy and KL(data || samples), nats')}")
     pictures = draw_figures(folder)
     about = {"ablations": "N: steps per block, z fresh", "heads": "ms: of a training step of all models together"}
-    explained = about.get(name, "KL in nats; printed: the paper's figures")
+    blurred = "a Gaussian z is blurred where tokens are drawn (rule sample); codes are not (vmd train poker)"
+    explained = about.get(name, f"KL in nats; printed: the paper's figures; {blurred}")
     say(f"{explained}; every row and its setting: {folder / 'table.md'}")
     for picture in pictures:
         say(f"picture: {picture}")
@@ -512,15 +514,20 @@ def evaluate(
     broken = [row["metric"] for row in scores if not math.isfinite(row["value"])]
     require(not broken, f"{model}: {broken[0] if broken else ''} is not a number: expected a model with finite weights")
     headers = ["metric", "value", "setting"]
+    unit = unit_of(loaded.tokenizer)
     lines = [
-        [row["metric"], f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"), row["about"]]
+        [
+            row["metric"].replace("per token", f"per {unit}"),
+            f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"),
+            row["about"],
+        ]
         for row in scores
     ]
     if entropy is not None:
         lines.insert(
             0,
             [
-                "entropy of the data, bits per token",
+                f"entropy of the data, bits per {unit}",
                 f"{entropy:.4f}",
                 "no certified figure can be below it, but for its error",
             ],

@@ -73,7 +73,7 @@ def of_systems(results: dict, only: list[str]) -> dict:
 
 
 def section(folder: Path, name: str, readme: Path, only: str = "") -> str:
-    """Table, provenance and pictures of one table, as markdown; `only` some systems of it, with semicolons between."""
+    """Table, provenance and pictures of one table, as markdown; or `only` some systems of it, with semicolons between."""
     if name.startswith("bench"):
         return bench_section(folder / name)
     runs = load_results(folder, name)
@@ -95,7 +95,7 @@ def section(folder: Path, name: str, readme: Path, only: str = "") -> str:
         "few-steps.png",
         "scan.png",
     ]
-    shown = [p for p in (["headline.png"] if only else pictures) if (folder / name / p).exists()]
+    shown = [p for p in pictures if not only and (folder / name / p).exists()]
     return text + "".join(f"\n![{picture.removesuffix('.png')}]({where}/{picture})\n" for picture in shown)
 
 

@@ -19,6 +19,7 @@ from vmd.terminal import (
     saved,
     say,
     short,
+    unit_of,
     usual_z,
     work_of_codes,
 )
@@ -103,12 +104,13 @@ def look_at_validation(model: Any, run: RunConfig, tokenizer: Any) -> Any:
     r = model.config.block_size
     steps = sorted(run.objective.steps if run.objective.masking == "steps" else {1, r} if r <= 16 else {r})
 
+    unit = unit_of(held_out.tokenizer)
     z = usual_z(to_dict(run)["objective"], model.config) if max(steps) > 1 else "once"
 
     def look(step: int) -> dict[str, float]:
         found = bits_in_passing(model, rows, steps, z, fixed)
         bits = ", ".join(f"{found[f'bits_{n}']:.3f} in {n} step{'s' if n > 1 else ''} per block" for n in steps)
-        say(f"step {step}: validation text takes {bits} (certified bits per token, {count} rows)")
+        say(f"step {step}: validation text takes {bits} (certified bits per {unit}, {count} rows)")
         return found
 
     return look

@@ -105,6 +105,15 @@ def saved(folder: Path, section: str) -> dict:
     return found if isinstance(found, dict) else {}
 
 
+def unit_of(tokenizer: Any) -> str:
+    """What a token is, where it is something that people count."""
+    from vmd.data.tokenizers import ByteTokenizer, CharTokenizer
+
+    if isinstance(tokenizer, ByteTokenizer):
+        return "byte"
+    return "character" if isinstance(tokenizer, CharTokenizer) else "token"
+
+
 def note_unfinished(model: Any, folder: Path) -> None:
     """What is read of a run that goes on, or was stopped."""
     if model.stopped_at is not None:
