@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from command import refused, settings, vmd
 from helpers import NO_LATENT, close, latent
 from test_solving import GRIDS, SMALL, oracle, unless_it_begins_with_one, untrained
-from vmd import figures, puzzle_table
+from vmd import figures, plotting, puzzle_figures, puzzle_table
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict, to_dict
 from vmd.data.sudoku import Layout, Puzzles, draw_puzzles, load_puzzles
-from vmd.figures import draw_sudoku
 from vmd.metrics import share_error
 from vmd.model import VMD
+from vmd.puzzle_figures import draw_sudoku
 from vmd.puzzle_table import (
     FULL,
     PAPER,
@@ -718,15 +718,15 @@ def test_every_curve_of_several_solutions_is_that_of_its_rows(monkeypatch, tmp_p
         and (data, latent) != ("grid", "no z")
     ]
     drawn = []
-    monkeypatch.setattr(figures, "save", lambda figure, path: drawn.append(figure) or path)
-    figures.draw_several(rows, tmp_path / "x.png")
+    monkeypatch.setattr(puzzle_figures, "save", lambda figure, path: drawn.append(figure) or path)
+    puzzle_figures.draw_several(rows, tmp_path / "x.png")
     left, right = drawn[0].axes
 
     def curves(axis) -> dict:
         lines = [c.lines[0] for c in axis.containers]
         return {(line.get_color(), line.get_linestyle()): (*line.get_xdata(), *line.get_ydata()) for line in lines}
 
-    blue, orange = figures.pyplot().get_cmap("tab10")([0, 1]).tolist()
+    blue, orange = plotting.pyplot().get_cmap("tab10")([0, 1]).tolist()
     blue, orange = tuple(blue), tuple(orange)
     assert curves(left) == {
         (blue, "-"): (1, 5, 11, 51),
@@ -831,7 +831,7 @@ def test_systems_are_chosen_of_sudoku_alone(tmp_path):
 
 def test_a_curve_says_what_it_was_tested_on_if_not_logic_puzzles(monkeypatch, tmp_path):
     drawn = []
-    monkeypatch.setattr("vmd.figures.draw_accuracy_curves", lambda curves, nfe, path: drawn.append((list(curves), nfe)))
+    monkeypatch.setattr(puzzle_figures, "draw_accuracy_curves", lambda curves, nfe, path: drawn.append((list(curves), nfe)))
     point = {"step": 1, "solved": 50.0, "stderr": 1.0}
     systems = {name: {"trained_on": name, "curve": [point], "filling": None} for name in ("logic", "any")}
     setting = {"data": "logic", "order": "prob", "steps": 20, "rule": "argmax", "z": "once"}

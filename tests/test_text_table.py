@@ -17,11 +17,11 @@ import torch
 
 from command import refused, settings, succeeds, vmd
 from helpers import close
-from vmd import figures, text_samples, text_systems, text_table
+from vmd import figures, text_figures, text_samples, text_systems, text_table
 from vmd.config import DataConfig, InvalidInput, RunConfig, flatten, from_dict, to_dict
 from vmd.counting import counted_bits, counted_nats
 from vmd.data import TextData
-from vmd.figures import draw_figures, scan_curves, scan_groups
+from vmd.figures import draw_figures
 from vmd.files import write_atomically
 from vmd.likelihood import in_bits, nll_bound
 from vmd.model import VMD
@@ -29,6 +29,7 @@ from vmd.paired import NATS_FILE, write_nats
 from vmd.report import section, update_readme
 from vmd.systems import goes_on, is_of, read_done
 from vmd.tables import model_size, render, text_bits_table, text_samples_table, text_summary, text_tables
+from vmd.text_figures import scan_curves, scan_groups
 from vmd.text_quality import Quality, judged_bits, random_letters, text_quality
 from vmd.text_samples import SAMPLES_FILE, known, vocabulary
 from vmd.text_systems import (
@@ -863,10 +864,10 @@ def test_pictures_show_the_judge_that_is_there(whole, tmp_path):
     from matplotlib import pyplot as plt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "save", lambda figure, path: [axis.get_ylabel() for axis in figure.axes][:3])
-        assert figures.draw_text(whole.results, tmp_path)[2] == "judge's bits"
+        patch.setattr(text_figures, "save", lambda figure, path: [axis.get_ylabel() for axis in figure.axes][:3])
+        assert text_figures.draw_text(whole.results, tmp_path)[2] == "judge's bits"
         rows = [row for row in whole.results["rows"] if row["metric"] != "judged_bits"]
-        assert figures.draw_text(whole.results | {"rows": rows}, tmp_path)[2] == "n-gram judge's bits"
+        assert text_figures.draw_text(whole.results | {"rows": rows}, tmp_path)[2] == "n-gram judge's bits"
     plt.close("all")
 
 

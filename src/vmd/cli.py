@@ -119,7 +119,8 @@ def reproduce(
     settings: Settings = None,
 ) -> None:
     """Train and evaluate a table of the paper; write results.json, table.md and figures."""
-    from vmd.figures import draw_figures, pyplot
+    from vmd.figures import draw_figures
+    from vmd.plotting import pyplot
     from vmd.reproduce import TABLES, reproduce
     from vmd.tables import print_table, summary_table
 
@@ -467,7 +468,7 @@ def evaluate(
         require(not json_out.is_dir(), f"--json {json_out}: expected a file, found a folder")
         plot = plot or json_out.with_suffix(".png")
     if plot is not None:
-        from vmd.figures import pyplot
+        from vmd.plotting import pyplot
 
         require(plot.suffix == ".png", f"--plot {plot}: expected a path ending in .png")
         require(plot.parent.is_dir(), f"--plot {plot}: no such folder {plot.parent}")

@@ -239,7 +239,7 @@ def solve_command(
         require(path is None or not path.is_dir(), f"{option} {path}: expected a file, found a folder")
     require_range("--batch", batch, 1)
     if animate is not None:
-        from vmd.figures import pyplot
+        from vmd.plotting import pyplot
 
         pyplot()  # a missing matplotlib is better known before the solving
     if folder is None:
@@ -275,7 +275,7 @@ def solve_one(model: VMD, puzzle: Tensor, animate: Path | None, options: dict[st
         if can_be is None:
             say("whether it has a solution at all would take longer to say")
     if animate is not None:
-        from vmd.figures import animate_board
+        from vmd.puzzle_figures import animate_board
 
         shown = frames[int(found.tries[0]) - 1 if solved else 0]  # the try that wrote the grid
         with percent_bar("drawing the animation") as on_frame:
