@@ -717,7 +717,7 @@ def test_given_blocks_that_do_not_fit_in_one_pass_take_several(name, monkeypatch
     prompt[:, 12:] = -1
     whole = model.sample(prompt=prompt, seeds=range(12))
     per_block = 12 * 2 * 4 * model.config.width
-    monkeypatch.setattr("vmd.model.largest_tensor", lambda device: 4 * per_block)
+    monkeypatch.setattr("vmd.predictor.largest_tensor", lambda device: 4 * per_block)
     parts = model.sample(prompt=prompt, seeds=range(12))
     assert parts.cache_passes == whole.cache_passes + 1
     assert torch.equal(parts.tokens, whole.tokens)

@@ -20,8 +20,9 @@ from vmd import solving
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict
 from vmd.data import sudoku_engine as engine
 from vmd.data.sudoku import draw_puzzles, in_test, random_symmetry, valid
-from vmd.model import VMD, Predictor
+from vmd.model import VMD
 from vmd.plotting import pyplot
+from vmd.predictor import Predictor
 from vmd.presets import preset
 from vmd.puzzle_figures import animate_board, board_frames, draw_board
 from vmd.solving import broken_rule, parse_puzzle, solve_puzzles

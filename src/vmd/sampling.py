@@ -21,7 +21,7 @@ DRAWS = ("once", "fresh", "likeliest")  # of z
 
 
 class BlockPredictor(Protocol):
-    """Answers for a batch. One that has `prepare(block)` is told of every step before it comes (`vmd.model.Predictor`)."""
+    """Answers for a batch. One that has `prepare(block)` is told of every step before it (`vmd.predictor.Predictor`)."""
 
     def predict(self, canvas: Tensor, block: int, z: Tensor | None, noise: Tensor | None = None) -> Tensor: ...
     def read(self, canvas: Tensor, first: int, last: int, z: Tensor | None, noise: Tensor | None) -> int: ...
