@@ -634,6 +634,19 @@ def test_a_run_that_is_not_finished_is_read_as_far_as_it_is(trained, run, here):
         assert "a run without a checkpoint yet: go on with `vmd train --out" in refused(*words, folder=here)
 
 
+def test_a_run_that_goes_on_for_longer_is_read_by_its_newest_checkpoint(trained, run, here):
+    """Not by the model that it had been before."""
+    begun = json.loads((run / "run.json").read_text())
+    begun["training"]["steps"] = 8
+    (run / "run.json").write_text(json.dumps(begun))
+    assert f"{run} is at step 6 of 8" in succeeds("sample", run).err
+    (run / "checkpoints/step-000000006.safetensors").rename(run / "checkpoints/step-000000007.safetensors")
+    (run / "model.safetensors").write_bytes(b"of before")
+    succeeds("sample", run)
+    succeeds("train", "--out", run, "--resume", "--device", "cpu", *settings("training.steps=8"))
+    assert "is at step" not in succeeds("sample", run).err
+
+
 def test_two_models_are_compared_row_by_row(run, here):
     """The same model is no better than itself; of another the difference of means is that of the table."""
     words = ("evaluate", run, "--data", "rows.npy", "--steps", "1,2", "--json", here / "e.json")

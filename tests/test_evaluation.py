@@ -4,7 +4,19 @@ import pytest
 import torch
 
 import vmd
-from helpers import NO_LATENT, all_sequences, close, codes, latent, random_law, random_tokens, strong_model, tiny_model
+from helpers import (
+    NO_LATENT,
+    all_sequences,
+    close,
+    codes,
+    latent,
+    learned_prior,
+    random_law,
+    random_tokens,
+    strong_model,
+    tiny_model,
+)
+from vmd import likelihood
 from vmd.config import InvalidInput, LatentConfig
 from vmd.data import ArrayData, law
 from vmd.data.synthetic import d1, d2, dependence
@@ -305,6 +317,34 @@ def test_differences_are_of_rows():
     assert vmd.evaluate(model, rows, steps=(1, 2), against=model) == {1: (0.0, 0.0), 2: (0.0, 0.0)}
 
 
+@pytest.mark.parametrize("z", [latent(), codes(), learned_prior()], ids=["gaussian", "codes", "learned"])
+def test_models_are_compared_by_the_same_orders(z, monkeypatch):
+    """Whatever else they draw, and in how many parts they are scored."""
+    monkeypatch.setattr("vmd.evaluation.rows_per_score", lambda model: 32 if model.config.has_latent else 64)
+    drawn = []
+    draw = likelihood.draw_steps
+    monkeypatch.setattr(likelihood, "draw_steps", lambda *args, **more: drawn.append(draw(*args, **more)) or drawn[-1])
+    model, other = strong_model(4, 4, 3), strong_model(4, 4, 3, z)
+    vmd.evaluate(model, random_tokens(40, 4, 3, seed=1), steps=2, against=other, samples=2)
+    own, theirs = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+    assert len(own) == len(theirs) == 10
+    assert all(torch.equal(one.mask, another.mask) for one, another in zip(own, theirs, strict=True))
+    assert not torch.equal(own[0].mask, own[1].mask)
+
+
+def test_samples_and_z_are_those_asked_for():
+    rows = random_tokens(40, 4, 3, seed=1)
+    model = strong_model(4, 2, 3, latent())
+    assert vmd.evaluate(model, rows, samples=64)[1].value < vmd.evaluate(model, rows)[1].value - 0.01
+    once, fresh = (vmd.evaluate(model, rows, steps=2, z=z)[2] for z in ("once", "fresh"))
+    assert vmd.evaluate(model, rows, steps=2)[2] == once != fresh
+    coded = strong_model(4, 2, 3, codes())
+    once, fresh = (vmd.evaluate(coded, rows, steps=2, z=z)[2] for z in ("once", "fresh"))
+    assert vmd.evaluate(coded, rows, steps=2)[2] == fresh != once
+    assert vmd.evaluate(coded, rows, steps=2, z="once", against=coded, z_against="once")[2] == (0.0, 0.0)
+    assert vmd.evaluate(coded, rows, steps=2, z="once", against=coded)[2].value == pytest.approx(once.value - fresh.value)
+
+
 MODEL = tiny_model(vocab_size=3)
 ROWS = random_tokens(3, 4, 3)
 WRONG = [
@@ -316,7 +356,13 @@ WRONG = [
     (lambda: vmd.evaluate(MODEL, "abc"), "this is no model of text"),
     (lambda: vmd.evaluate(MODEL, ROWS, steps=(3,)), "steps=3: expected 1 to 2"),
     (lambda: vmd.evaluate(MODEL, ROWS, against=tiny_model(6, 2, 3)), "against a model of rows of 6 of 3 tokens: expected 4"),
-    (lambda: vmd.evaluate(MODEL, ROWS, steps=(2,), against=tiny_model(4, 1, 3)), "steps=2: expected at most 1"),
+    (lambda: vmd.evaluate(MODEL, ROWS, steps=(2,), against=tiny_model(4, 1, 3)), "steps=2: expected 1 to 1"),
+    (lambda: vmd.evaluate(MODEL, ROWS, against=tiny_model(4, 2, 4)), "of 4 tokens: expected 4 of 3"),
+    (lambda: vmd.evaluate(MODEL, ROWS, against="text"), "evaluate\\(str\\): expected a model"),
+    (lambda: vmd.evaluate(MODEL, ROWS, steps=()), "steps: expected a number"),
+    (lambda: vmd.evaluate(MODEL, ROWS, rows=0), "rows=0: expected a whole number"),
+    (lambda: vmd.evaluate(MODEL, [[1, 2]]), "data of type list: expected rows of tokens"),
+    (lambda: vmd.evaluate(MODEL, ROWS, z="twice"), "z='twice': expected"),
 ]
 
 

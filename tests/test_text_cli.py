@@ -22,7 +22,7 @@ from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict, override
 from vmd.data import load_data
 from vmd.data import text as text_module
 from vmd.data.tokenizers import TEXT8_ALPHABET, ByteTokenizer, CharTokenizer, model_tokenizer
-from vmd.evaluation import bytes_per_token
+from vmd.evaluation import bytes_per_token, evaluate
 from vmd.infilling import infill
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
@@ -241,6 +241,56 @@ def test_a_model_of_bytes_can_be_watched(source, tmp_path):
         assert all(line.isprintable() for line in steps)
 
 
+def test_bits_of_bytes_are_said_to_be(source, tmp_path):
+    train(source, tmp_path / "run", "--tokenizer", "byte")
+    assert "certified bits per byte" in succeeds("evaluate", tmp_path / "run", "--data", source, "--rows", 4).out
+
+
+def test_a_short_text_is_said_to_be_learned_by_heart(source, tmp_path):
+    assert "by heart" not in train(source, tmp_path / "long").err
+    source.write_text(TEXT[:200])
+    told = train(source, tmp_path / "short", "--set", "training.steps=300", "--set", "training.log_every=300").err
+    assert "note: 11 chunks of 16 tokens, read some 218 times, are learned by heart" in told
+
+
+def test_settings_of_data_are_heeded_where_a_run_goes_on(source, tmp_path):
+    train(source, tmp_path / "run")
+    words = ("train", "text", "--out", tmp_path / "run", "--resume", "--device", "cpu", *SMALL)
+    done = vmd(*words, "--set", "data.documents=true")
+    assert done.code == 2
+    assert "documents" in done.err.splitlines()[-1]
+
+
+def test_models_of_other_characters_are_not_compared(source, tmp_path):
+    train(source, tmp_path / "one")
+    text = TEXT.replace("a", "x")
+    (tmp_path / "other.txt").write_text(text)
+    train(tmp_path / "other.txt", tmp_path / "other")
+    words = ("evaluate", tmp_path / "one", "--data", source, "--rows", 4, "--against", tmp_path / "other")
+    done = vmd(*words)
+    assert done.code == 2
+    assert "the same tokens" in done.err.splitlines()[-1]
+    one, other = (VMD.from_pretrained(tmp_path / name) for name in ("one", "other"))
+    many = {"symbols": ()}  # as models of many characters have it
+    one.config, other.config = replace(one.config, **many), replace(other.config, **many)
+    with pytest.raises(InvalidInput, match="the same tokens"):
+        evaluate(one, TEXT, against=other)
+
+
+def test_a_z_that_was_not_asked_for_is_each_model_s_own(source, tmp_path):
+    """A model whose codes are drawn once is no better than itself."""
+    once = ("--set", "objective.masking=steps", "--set", "objective.z=once", "--set", "objective.steps=1,2")
+    train(source, tmp_path / "once", *once, "--set", "objective.together=0")
+    train(source, tmp_path / "fresh")
+    scored = tmp_path / "e.json"
+    for first, second, told in (("once", "once", "z once and z once"), ("fresh", "once", "z fresh and z once")):
+        words = ("evaluate", tmp_path / first, "--data", source, "--rows", 8, "--steps", "1,2", "--json", scored)
+        assert told in succeeds(*words, "--against", tmp_path / second).out
+        apart = [row for row in json.loads(scored.read_text())["rows"] if "against" in row]
+        assert (apart[1]["value"] == 0) is (first == second)
+    assert "z fresh and z fresh" in succeeds(*words, "--against", tmp_path / "once", "--z", "fresh").out
+
+
 def test_bits_of_long_tokens_are_also_per_byte(tmp_path):
     """By which models of other tokens compare."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -321,18 +371,6 @@ def test_a_run_that_did_not_keep_what_it_read_is_resumed(source, tmp_path):
     (out / "run.json").write_text(json.dumps(run))
     train(source, out, "--resume", *settings("training.steps=6"))
     assert "text_sha256" in json.loads((out / "run.json").read_text())
-
-
-def test_a_run_that_was_killed_when_only_its_tokenizer_was_there_is_begun_again(source, tmp_path):
-    out = tmp_path / "run"
-    train(source, out)
-    for path in out.iterdir():
-        if path.is_file() and path.name != "tokenizer.json":
-            path.unlink()
-    for path in (out / "checkpoints").iterdir():
-        path.unlink()
-    train(source, out)
-    assert (out / "model.safetensors").exists()
 
 
 def test_an_overwritten_run_leaves_no_tokenizer_behind(source, tmp_path):

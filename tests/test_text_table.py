@@ -860,6 +860,22 @@ def test_ngrams_are_counted_anew_where_their_figures_are_gone(whole, copied, los
     assert read(copied) == whole.results
 
 
+def test_the_picture_at_a_glance_counts_evaluations_for_four_letters(whole, tmp_path):
+    from matplotlib import pyplot as plt
+
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_figures, "save", lambda figure, path: drawn.append(figure))
+        text_figures.draw_headline(whole.results, tmp_path)
+    lines = {line.get_label(): line for line in drawn[0].axes[0].lines}
+    assert lines["no latent (BD3-LM)"].get_xdata().tolist() == [1, 2, 4]
+    assert lines["letter by letter"].get_xdata().tolist() == [4]
+    codes = whole.results["configurations"]["codes, r = 4"]["model"]["latent"]["codes"]
+    bits = [row for row in whole.results["rows"] if (row["system"], row["metric"]) == ("codes, r = 4", "bits")]
+    assert lines[f"one of {codes} codes"].get_ydata().tolist() == [row["value"] for row in bits]
+    plt.close("all")
+
+
 def test_pictures_show_the_judge_that_is_there(whole, tmp_path):
     from matplotlib import pyplot as plt
 

@@ -13,14 +13,15 @@ from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, tiny
 from vmd.checkpoints import KEPT, checkpoint_files
 from vmd.config import DataConfig, InvalidInput, ObjectiveConfig, RunConfig, TrainingConfig, override_all
 from vmd.data import ArrayData
-from vmd.data.synthetic import d1, deterministic
+from vmd.data.synthetic import d1, deterministic, law
 from vmd.ensemble import Ensemble
 from vmd.likelihood import nll_bound
 from vmd.metrics import accuracy
 from vmd.model import VMD
 from vmd.optimizers import make_optimizer
+from vmd.presets import preset
 from vmd.step import Batch, clip_gradients, draw_batch, kl_warmup, learning_rate, mean_loss, step_seed
-from vmd.training import TrainingDiverged, train
+from vmd.training import TrainingDiverged, Watch, train
 
 
 class Interrupted(Exception):
@@ -181,13 +182,32 @@ def test_resuming_with_another_config_is_refused_by_name(out, setting):
         train(model_for(config), data(), override_all(config, [setting]), out=out, resume=True)
 
 
+def test_the_first_step_with_what_is_no_number_is_told():
+    """Losses are looked at now and then only, when several may have been so."""
+    watch = Watch(torch.device("cpu"))
+    for step, whole in enumerate((True, True, False, True, False)):
+        watch.see(step, torch.tensor(whole))
+        assert watch.first_bad(10) == (None if step < 2 else 2)
+
+
 def test_resuming_another_model_is_refused(out):
     config = run_config()
     with pytest.raises(Interrupted):
         train(model_for(config), data(), config, out=out, on_step=interrupt_at(4))
     wider = VMD(dataclasses.replace(config.model, width=32))
-    with pytest.raises(InvalidInput, match="shape"):
+    with pytest.raises(InvalidInput, match=r"cannot resume with model\.width=32: the run has 16"):
         train(wider, data(), config, out=out, resume=True)
+
+
+def test_a_run_of_a_preset_is_read_before_it_is_done(out):
+    """Presets leave sizes to the data; what is kept has them."""
+    config, rows = override_all(preset("poker"), ["training.steps=4", "training.checkpoint_every=2"]), law("poker")
+    model = VMD.for_data(config.model, rows)
+    with pytest.raises(Interrupted):
+        train(model, rows, config, out=out, on_step=interrupt_at(2))
+    read = VMD.from_pretrained(out)
+    assert read.stopped_at == 2
+    assert read.config == model.config
 
 
 @pytest.mark.parametrize("missing", ["metadata", "weights/", "average/", "optimizer/exp_avg/", "optimizer/"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vmd.config import InvalidInput, flatten, require, with_new_fields
 from vmd.distributed import full, take_shard
-from vmd.files import make_folder, write_atomically
+from vmd.files import make_folder, read_json, write_atomically
 from vmd.optimizers import Optimizers
 
 KEPT = 2
@@ -79,6 +79,19 @@ def read_checkpoint(path: Path) -> tuple[int, dict, dict[str, Tensor]]:
     if metadata.get("checksum", "") not in ("", checksum(tensors, metadata)):  # older ones have none
         raise ValueError("the checksum does not match")
     return int(metadata["step"]), json.loads(metadata["config"]), tensors
+
+
+def goes_on(out: Path) -> bool:
+    """Whether a run has not come to its end, be it that it had before, with fewer steps."""
+    if not (out / "run.json").is_file():
+        return False
+    if not (out / "config.json").is_file():
+        return True
+    found, run = checkpoint_files(out), read_json(out / "run.json")
+    try:
+        return bool(found) and int(found[-1].stem.removeprefix("step-")) < run["training"]["steps"]
+    except (KeyError, TypeError, ValueError):  # whatever it is, it is no run of ours
+        return False
 
 
 def newest_weights(out: Path) -> tuple[int, dict, dict[str, Tensor]]:

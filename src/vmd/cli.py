@@ -21,7 +21,7 @@ from vmd.config import (
     require_choice,
     to_dict,
 )
-from vmd.files import TOKENIZER_FILE, working_in
+from vmd.files import working_in
 from vmd.runs import HOW_IT_RUNS, read_log, run_as_it_began, run_files, sized_as_it_began, train_run
 from vmd.terminal import (
     Watch,
@@ -238,9 +238,10 @@ def train(
     require(begun.exists() or not resume, f"{begun.parent}: expected a run to resume, with its run.json")
     kept = run_as_it_began(begun) if resume else None
     as_begun = kept is not None and preset == "array"  # --out and --resume say it all
-    run = override_all(kept if kept is not None and as_begun else presets.preset(preset), changes)
+    run = kept if kept is not None and as_begun else presets.preset(preset)
     if kept is not None and not run.data.name:
         run = replace(run, data=kept.data)
+    run = override_all(run, changes)
     if data is not None:
         run = replace(run, data=replace(run.data, name=data))
     if tokenizer is not None:
@@ -250,7 +251,6 @@ def train(
     how_it_ran = {f"training.{name}" for name in HOW_IT_RUNS} if as_begun else set()
     folder = out or Path("runs") / preset
     held = [path.name for path in run_files(folder) if path.exists()]
-    held = [] if held == [TOKENIZER_FILE] else held  # stopped before it had begun
     there = f"{folder} holds a run ({', '.join(held[:3])}): use --resume, --overwrite or another --out"
     require(resume or overwrite or not held, there)
     require(init != "", "--init '': expected a model folder, or the name of a model that comes with vmd")
@@ -478,6 +478,7 @@ def evaluate(
     loaded = VMD.from_pretrained(folder, device=pick_device(device))
     note_unfinished(loaded, folder)
     require(z is None or loaded.config.has_latent, f"--z {z}: expected with a model that has a latent")
+    asked_z = z
     z = z or (usual_z(saved(folder, "objective"), loaded.config) if max(counts) > 1 else "once")
     with one_after_the_first():  # who prepares the data for all
         loaded_data = data_to_score(folder, loaded, data, split)
@@ -491,8 +492,10 @@ def evaluate(
     if against is not None:
         whole = not fixed and not isinstance(loaded_data, SudokuData) and not several_processes()
         require(whole, f"--against {against}: expected with whole rows, which no position of is given, and one process")
-        other = VMD.from_pretrained(against, device=loaded.device)
-        require_comparable(loaded, other, max(counts))
+        other, there = VMD.from_pretrained(against, device=loaded.device), model_folder(against)
+        note_unfinished(other, there)
+        require_comparable(loaded, other)
+        other_z = asked_z or (usual_z(saved(there, "objective"), other.config) if max(counts) > 1 else "once")
     with progress_bar(f"vmd evaluate {model}, percent", 100) as update:
 
         def on_part(done: float, total: int) -> None:
@@ -505,8 +508,8 @@ def evaluate(
             require(not revise, "--revise: expected with puzzles: samples that are revised have no certified likelihood")
             scores = evaluate_model(loaded, loaded_data, counts, iwae=draws, n=n, fixed=fixed, **same)  # type: ignore[arg-type]
             if other is not None:
-                samples = max(draws) if loaded.config.latent.kind == "gaussian" else 1
-                scores += difference_rows(loaded, other, str(against), loaded_data, counts, z, samples, rows, seed)
+                both = (z, other_z)
+                scores += difference_rows(loaded, other, str(against), loaded_data, counts, both, max(draws), rows, seed)
     if rank() != 0:
         return
     entropy = None

@@ -172,8 +172,10 @@ def confidence_order_nll(model: Scorable, x0: Tensor, steps: int, order: Order, 
         for count in reveal_counts(torch.full((len(rows),), r, device=rows.device), steps):
             xt = apply_mask(rows, masked, mask_id)
             logits = model.denoise(xt, rows, None)
-            score = confidence(logits.double().softmax(-1), order).masked_fill(~masked, -torch.inf)
-            first = first_by(score.unflatten(-1, (-1, r)), count.unsqueeze(-1)).flatten(-2)
+            by_block = logits.double().softmax(-1).unflatten(-2, (-1, r))  # as the sampler asks
+            score = confidence(by_block, order)
+            score = score.masked_fill(~masked.unflatten(-1, (-1, r)), -torch.inf)
+            first = first_by(score, count.unsqueeze(-1)).flatten(-2)
             revealed = masked & first
             if config.draft:  # the order is chosen before the step writes anything
                 logits = model.denoise(xt, rows, torch.where(masked & ~revealed, mask_id, rows))

@@ -289,10 +289,10 @@ class VMD(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: str | torch.device = "cpu") -> "VMD":
         """From a folder, or by name one that comes with the library. Of a run that goes on, its newest checkpoint."""
-        folder, step = model_folder(folder), None
-        if (folder / "run.json").is_file() and not (folder / CONFIG_FILE).is_file():
-            from vmd.checkpoints import newest_weights
+        from vmd.checkpoints import goes_on, newest_weights
 
+        folder, step = model_folder(folder), None
+        if goes_on(folder):
             step, described, weights = newest_weights(folder)
             source = folder / "checkpoints"
         else:

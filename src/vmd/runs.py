@@ -138,7 +138,7 @@ def train_run(
     from vmd.diagnostics import advice
     from vmd.distributed import by_the_first, one_after_the_first, rank, world_size
     from vmd.evaluation import diagnose_model
-    from vmd.files import claimed, make_folder, remove_together, write_atomically
+    from vmd.files import claimed, make_folder, remove_together
     from vmd.model import VMD, model_folder, start_from
     from vmd.progress import progress_bar
     from vmd.step import check_attention, check_precision, fast_settings
@@ -198,8 +198,6 @@ def train_run(
         with claimed(folder):  # not under the feet of another run
             unfinished = [*folder.glob("*.partial"), *(folder / "checkpoints").glob("*.partial")]
             remove_together([*run_files(folder), *unfinished, folder / BOARD_FOLDER], folder)
-        if isinstance(data, TextData):
-            write_atomically(folder / TOKENIZER_FILE, json.dumps(data.tokenizer.to_dict()))
 
     by_the_first(begin)
     looks: dict[str, Any] = {}

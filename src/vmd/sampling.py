@@ -136,7 +136,8 @@ def confidence(probabilities: Tensor, order: Order) -> Tensor:
         score = order(probabilities)
         fits = isinstance(score, Tensor) and score.shape == probabilities.shape[:-1]
         require(fits, f"order={named(order)}: expected a function (..., r, V) -> (..., r) of tensors")
-        return score.to(probabilities.dtype)
+        lowest = torch.finfo(probabilities.dtype).min  # and still above what is finished
+        return score.to(probabilities.dtype).nan_to_num(nan=lowest, neginf=lowest)
     if order == "prob":
         return probabilities.amax(-1)
     if order == "margin":
@@ -277,7 +278,7 @@ class Desk:
     def step(self, block: int, how: Rule, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """One evaluation: what it revealed, the scores of positions, and what was masked before."""
         kind = self.prepare(block)
-        if not self.record or kind is None:
+        if not self.record or kind is None or not isinstance(how.order, str):  # who knows what one's own does
             return self.take(block, how, inputs)
         key = (kind, how, *(None if x is None else x.shape for x in inputs))
         if key not in self.seen:
@@ -400,7 +401,7 @@ def sample(
     steps: N per block; exactly N evaluations for every block that has a gap in some row. Other blocks that follow each
         other are read in one pass.
     order: which positions a step keeps (the others are remasked): random, or the most confident by prob, margin, entropy,
-        or a function of your own, of probabilities (..., r, V) to scores (..., r): the highest stay.
+        or a function of your own, of probabilities (..., r, V) to scores (..., r): the highest stay; it is not recorded.
         With codes and argmax, confidence in a token is summed over codes (unless they enter before the output layer).
     rule: argmax (the paper's) or sample (temperature, top_p).
     z: drawn once per block (the paper's), fresh for every step, or at every step the likeliest of its prior.

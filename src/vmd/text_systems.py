@@ -129,6 +129,7 @@ SCAN = (
     variant(DRAFT, "for one step", *ONE_STEP),
     variant(variant(DRAFT, "for one step", *ONE_STEP), "head of 1024", "model.draft=1024", slow=True),
     *(System(f"draft, r = {block}", "text-draft", block) for block in (8, 16)),
+    *(variant(System(f"draft, r = {block}", "text-draft", block), "for one step", *ONE_STEP) for block in (8, 16, 64)),
     System("no latent, r = 1", "text-mdm", 1),
     System("draft, r = 1", "text-draft", 1, BY_COUNTS),
     # What a trained model without a latent gains by a part that is added to it.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from vmd.distributed import (
     world_size,
 )
 from vmd.ensemble import Ensemble
-from vmd.files import claimed, make_folder, read_json, read_text, to_path, write_atomically
+from vmd.files import TOKENIZER_FILE, claimed, make_folder, read_json, read_text, to_path, write_atomically
 from vmd.model import VMD, of_backbone, require_same_tokens, start_from
 from vmd.objective import Loss
 from vmd.optimizers import make_optimizer
@@ -158,14 +159,14 @@ def train(
 
     `kl_weights` (M,) gives each model of an ensemble a KL weight of its own. `on_step(done, record)` is called after
     every step; the record is None except when a log line was written. Without it there is a progress bar on stderr.
-    `on_note(text)` is told where a resumed run goes on
-    from. `on_look(done)` is called every `look_every` steps and at the end, while the model has its averaged weights; what
-    it returns stands in the next log line. With `out`, SIGINT and SIGTERM end the run by `Stopped` after the current step
-    was saved.
+    `on_note(text)` is told where a resumed run goes on from. `on_look(done)` is called every `look_every` steps and at the
+    end, while the model has its averaged weights; what it returns stands in the next log line. With `out`, SIGINT and
+    SIGTERM end the run by `Stopped` after the current step was saved.
     """
     out = None if out is None else to_path(out, "the run")
     require(out is not None or not resume, "resume: expected an output folder to resume from")
     check_run(model, data, config)
+    config = replace(config, model=model.config)  # with its sizes, which a preset leaves to the data
     objective, training, steps = config.objective, config.training, config.training.steps
     device, way = next(model.parameters()).device, training.attention
     fixed = parse_positions(config.data.fixed, model.config.length)
@@ -207,6 +208,8 @@ def train(
         if out is not None and leads:
             text = {"text_sha256": data.sha256} if isinstance(data, TextData) else {}
             write_atomically(out / "run.json", json.dumps(to_dict(config) | text, indent=2))
+            if isinstance(data, TextData):
+                write_atomically(out / TOKENIZER_FILE, json.dumps(data.tokenizer.to_dict()))
         if on_step is None:
             on_step = step_bar(stack, steps)
         stack.enter_context(attention_by(model, way))

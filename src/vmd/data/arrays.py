@@ -85,14 +85,16 @@ def load_array(path: str | Path, seed: int = 0) -> ArrayData:
 
 def read_csv(path: Path) -> np.ndarray:
     """(rows, length) integers with commas between; a first line of names is left out."""
-    lines = [line for line in read_text(path).splitlines() if line.strip()]
     rows: list[list[int]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).removeprefix("\ufeff").splitlines(), 1):  # Excel's mark of UTF-8
+        if not line.strip():
+            continue
         try:
             rows.append([int(cell) for cell in line.split(",")])
         except ValueError:
+            names = not rows and all(cell.strip() and not is_number(cell) for cell in line.split(","))
             expected = "expected integers with commas between (text of another kind: give it another name, as .txt)"
-            require(number == 1, f"{path}: line {number}: {line!r:.60}: {expected}")
+            require(names, f"{path}: line {number}: {line!r:.60}: {expected}")
             continue
         same = len(rows[-1]) == len(rows[0])
         require(same, f"{path}: line {number}: {len(rows[-1])} integers: expected {len(rows[0])}, as in the first row")
@@ -101,6 +103,14 @@ def read_csv(path: Path) -> np.ndarray:
         return np.array(rows, dtype=np.int64)
     except OverflowError:
         raise InvalidInput(f"{path}: an integer beyond 64 bits: expected token ids below 65536") from None
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def parse_positions(text: str, length: int, name: str = "data.fixed") -> Tensor | None:
