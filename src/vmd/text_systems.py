@@ -51,6 +51,7 @@ SYSTEMS = (
     System("chain of codes, r = 16", "text", 16, ("model.latent.kind=chain", "model.latent.span=4")),
     System("SEDD", "text-mdm", 256, ("objective.score_entropy=true",)),
     System("BD3-LM, r = 4, larger", "text-mdm", 4, ("model.mlp_ratio=11",)),  # more parameters than with 2,048 codes
+    System("draft for one step, r = 16", "text-draft", 16, ONE_STEP),
     System("BD3-LM, r = 4, second seed", "text-mdm", 4, second_seed=True),
     System("codes, r = 4, second seed", "text", 4, second_seed=True),
     System("2048 codes, r = 4, second seed", "text", 4, ("model.latent.codes=2048",), slow=True, second_seed=True),
