@@ -94,7 +94,7 @@ def no_arguments() -> Iterator[None]:
         sys.argv = words
 
 
-@app.command()
+@app.command(short_help="Train and measure a table of the paper.")
 def reproduce(
     name: Annotated[str, typer.Argument(help="two-token, four-token, ablations, heads, sudoku, text or text-scan.")],
     quick: Annotated[bool, typer.Option("--quick", help="The same code on a budget for two CPU cores.")] = False,
@@ -197,7 +197,7 @@ def reproduce(
         say(f"picture: {picture}")
 
 
-@app.command()
+@app.command(short_help="Train a model, on data of your own or a preset's.")
 def train(
     preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`); array is for your own data.")] = "array",
     data: Annotated[
@@ -407,7 +407,7 @@ def sample(
     )
 
 
-@app.command()
+@app.command(short_help="Certified bits of a model at each number of steps.")
 def evaluate(
     model: Model,
     data: Annotated[
@@ -624,7 +624,7 @@ def plot(
     say(f"picture: {out}" + (f" (no such field: {', '.join(missing)})" if missing else ""))
 
 
-@app.command()
+@app.command(short_help="Make Sudoku puzzles with their solutions.")
 def data(
     what: Annotated[str, typer.Argument(help="sudoku.")],
     train: Annotated[int, typer.Option(help="Puzzles to train on.")] = 1_800_000,
@@ -658,7 +658,7 @@ def data(
     say(f"{out}: {shown}")
 
 
-@app.command()
+@app.command(short_help="Solve Sudoku puzzles, and check the solutions.")
 def solve(
     puzzle: Annotated[
         str,
@@ -699,7 +699,7 @@ def without(option: str, words: list[str]) -> list[str]:
     ]
 
 
-@app.command()
+@app.command(short_help="Measure speed and memory of a preset.")
 def bench(
     what: Annotated[str, typer.Argument(help="train or sample.")],
     preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`).")] = "text",
@@ -792,7 +792,7 @@ def bench(
         say(f"naive: {NAIVE_TRAINING if what == 'train' else NAIVE_SAMPLING}")
 
 
-@app.command()
+@app.command(short_help="Renew the tables of a README from results.")
 def report(
     readme: Annotated[Path, path_option(help="The file whose marked sections are rewritten.")] = Path("README.md"),
     results: Annotated[Path, path_option(help="The results folder.")] = Path("results"),

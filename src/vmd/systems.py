@@ -30,7 +30,10 @@ def chosen_names(every: list[str], only: tuple[str, ...]) -> list[str]:
 def read_done(out: Path, resume: bool, table: str) -> dict[str, dict]:
     """{system: its rows, its configuration and what else is known of it}: what was done here before."""
     path = out / RESULTS_FILE
-    require(resume or not path.exists(), f"{out} holds a run: go on with --resume, or give another --out")
+    require(
+        resume or not path.exists(),
+        f"{out} holds a run: --resume keeps what is done there and adds to it; or give another --out",
+    )
     if not path.exists():
         return {}
     results, expected = read_json(path), f"{path}: expected results of `vmd reproduce {table}`"
