@@ -650,7 +650,7 @@ def test_one_is_told_of_a_run_that_takes_days_on_a_cpu(source, tmp_path, monkeyp
     told = succeeds(*arguments, "--out", tmp_path / "long").err
     assert "takes some 15.2 days\n" in told  # as small as one may want it
     told = succeeds(*arguments, "--set", "model.width=132", "--out", tmp_path / "large").err
-    assert "takes some 15.2 days: preset text-small takes minutes" in told
+    assert "takes some 15.2 days: preset text-small-draft takes minutes" in told
 
 
 @pytest.mark.parametrize(("width", "better"), [(16, "text-small-draft"), (132, "text-draft")])

@@ -176,7 +176,7 @@ def train_run(
         say(f"training.accumulate={parts}: a step is made in parts, to fit this machine's memory (--set it for another)")
     if device == "cpu" and not resume and (days := days_on_a_cpu(run)) > 1:
         larger = is_text(run.data.name) and run.model.width > presets.preset("text-small").model.width
-        smaller = ": preset text-small takes minutes" if larger else ""
+        smaller = ": preset text-small-draft takes minutes" if larger else ""
         say(f"note: this run is for a GPU; a CPU of {CPU_SPEED / 1e9:.0f} GFLOP/s takes some {days:.1f} days{smaller}")
     if isinstance(data, TextData) and run.model.latent.coded and not resume and (work := work_of_codes(run.model)) > 4:
         small = "-small" if run.model.width <= presets.preset("text-small").model.width else ""

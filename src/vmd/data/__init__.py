@@ -64,7 +64,7 @@ def load_data(
     if name.endswith((".npy", ".csv")):
         return load_array(name, seed)
     if is_text(name):
-        presets = "preset text-small, or text on a GPU, or --set model.length=256"
+        presets = "preset text-small-draft, or text on a GPU, or --set model.length=256"
         told = f"text needs a length of its chunks: use {presets} (integers go in an .npy or .csv file)"
         require(is_whole(length) and length > 0, f"{name}: {told}")
         tokenizer = str(tokenizer) if isinstance(tokenizer, Path) else tokenizer
