@@ -204,6 +204,24 @@ def test_likelihoods_of_confidence_orders_are_those_of_the_sampler(order, length
     assert chi_square_p(sequence_counts(tokens, known), p / p.sum()) > 1e-4
 
 
+def test_orders_of_one_s_own_are_asked_block_by_block():
+    """As the sampler asks them: places are those of a block."""
+    shapes = []
+
+    def noting(probabilities: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(probabilities.shape[-2:]))
+        return least_doubtful(probabilities)
+
+    model = strong_model(8, 4, 2)
+    tokens = model.sample(4_000, steps=2, order=noting, generator=seeded()).tokens
+    sequences = all_sequences(8, 2)
+    p = probabilities(confidence_order_nll(model, sequences, 2, noting))
+    assert set(shapes) == {(4, 2)}
+    drawn = torch.bincount((tokens * 2 ** torch.arange(7, -1, -1)).sum(1), minlength=256) / len(tokens)
+    where = (sequences * 2 ** torch.arange(7, -1, -1)).sum(1)
+    assert (drawn[where] - p).abs().sum() / 2 < 0.1  # 0.6 if places were those of the whole row
+
+
 def test_confidence_orders_of_latents_and_unknown_orders_are_refused():
     x0 = random_tokens(2, 4, V)
     for z_config in (latent(), codes()):

@@ -102,17 +102,22 @@ def test_a_look_is_at_what_the_model_is_trained_for(more, source, tmp_path):
     assert rows[1]["value"] == pytest.approx(log[-1]["bits_4"], rel=0.05)
 
 
-def test_looks_are_at_rows_from_all_over_the_text(tmp_path, monkeypatch):
-    """Neighbours are of one article: here the first 40 rows are all the same."""
-    text = tmp_path / "text.txt"
-    seen = []
-    monkeypatch.setattr(
-        "vmd.evaluation.bits_in_passing", lambda model, x0, steps, *how: seen.append(x0) or {"bits_1": 1.0, "bits_4": 1.0}
-    )
+@pytest.mark.parametrize(("more", "z"), [([], "fresh"), ([*ONCE, "--set", "objective.z=once"], "once")])
+def test_looks_are_at_rows_from_all_over_the_text(more, z, tmp_path, monkeypatch):
+    """Neighbours are of one article: here the first 40 rows are all the same. z is drawn as it will be."""
+    text, seen = tmp_path / "text.txt", []
+
+    def look(model, x0, steps, *how):
+        seen.append((x0, how))
+        return {f"bits_{n}": 1.0 for n in steps}
+
+    monkeypatch.setattr("vmd.evaluation.bits_in_passing", look)
     text.write_text("ab" * 8 * 80 * 18 + "a" * 16 * 40 + "b" * 16 * 40 + "ab" * 8 * 80)
-    train(text, tmp_path / "run")
-    assert seen[0].shape == (32, 16)
-    assert len(seen[0].unique(dim=0)) > 1
+    train(text, tmp_path / "run", *more)
+    rows, how = seen[0]
+    assert rows.shape == (32, 16)
+    assert len(rows.unique(dim=0)) > 1
+    assert how == (z, None)
 
 
 def test_a_text_too_short_to_hold_some_out_is_learned_all_the_same(tmp_path):
