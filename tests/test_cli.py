@@ -624,14 +624,14 @@ def test_a_run_that_is_not_finished_is_read_as_far_as_it_is(trained, run, here):
     for words, expected in zip((("sample", run), ("evaluate", run, "--data", "rows.npy")), whole, strict=True):
         done = succeeds(*words)
         assert done.out == expected
-        assert f"{run} is at step 6 of 6; `vmd train --out {run} --resume` goes on" in done.err
+        assert f"{run} is at step 6 of 6; if it was stopped, `vmd train --out {run} --resume` goes on" in done.err
     (run / "checkpoints/step-000000006.safetensors").write_bytes(b"damaged")
     done = succeeds("evaluate", run, "--data", "rows.npy")
     assert done.out != whole[1]
     assert "is at step 4 of 6" in done.err
     shutil.rmtree(run / "checkpoints")
     for words in (("sample", run), ("evaluate", run, "--data", "rows.npy")):
-        assert "a run without a checkpoint yet: go on with `vmd train --out" in refused(*words, folder=here)
+        assert "a run without a checkpoint yet; if it was stopped, `vmd train --out" in refused(*words, folder=here)
 
 
 def test_a_run_that_goes_on_for_longer_is_read_by_its_newest_checkpoint(trained, run, here):

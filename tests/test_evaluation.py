@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -353,7 +354,10 @@ WRONG = [
     (lambda: vmd.evaluate(MODEL, ROWS[0]), "rows of shape \\(4,\\)"),
     (lambda: vmd.evaluate(MODEL, ROWS / 2), "rows of torch.float32: expected integers"),
     (lambda: vmd.evaluate(MODEL, ROWS + 3), "expected 0 to 2"),
-    (lambda: vmd.evaluate(MODEL, "abc"), "this is no model of text"),
+    (lambda: vmd.evaluate(MODEL, "abc"), "this is no model of text$"),
+    (lambda: vmd.evaluate(MODEL, "poker"), "a name or a path goes through vmd.load_data\\('poker'\\)"),
+    (lambda: vmd.evaluate(MODEL, ROWS[:0]), "data without rows"),
+    (lambda: vmd.evaluate(MODEL, ROWS[:0].numpy()), "data without rows"),
     (lambda: vmd.evaluate(MODEL, ROWS, steps=(3,)), "steps=3: expected 1 to 2"),
     (lambda: vmd.evaluate(MODEL, ROWS, against=tiny_model(6, 2, 3)), "against a model of rows of 6 of 3 tokens: expected 4"),
     (lambda: vmd.evaluate(MODEL, ROWS, steps=(2,), against=tiny_model(4, 1, 3)), "steps=2: expected 1 to 1"),
@@ -361,7 +365,7 @@ WRONG = [
     (lambda: vmd.evaluate(MODEL, ROWS, against="text"), "evaluate\\(str\\): expected a model"),
     (lambda: vmd.evaluate(MODEL, ROWS, steps=()), "steps: expected a number"),
     (lambda: vmd.evaluate(MODEL, ROWS, rows=0), "rows=0: expected a whole number"),
-    (lambda: vmd.evaluate(MODEL, [[1, 2]]), "data of type list: expected rows of tokens"),
+    (lambda: vmd.evaluate(MODEL, [[1, 2]]), "data of type list: expected an array or tensor of rows"),
     (lambda: vmd.evaluate(MODEL, ROWS, z="twice"), "z='twice': expected"),
 ]
 
@@ -370,6 +374,23 @@ WRONG = [
 def test_what_cannot_be_scored_is_one_line(call, told):
     with pytest.raises(InvalidInput, match=told):
         call()
+
+
+def test_text_in_other_tokens_is_not_scored():
+    """Ids of one tokenizer mean nothing to another."""
+    model, data = strong_model(4, 2, 3), ArrayData(ROWS.numpy())
+    model.tokenizer, data.tokenizer = CharTokenizer("abc"), CharTokenizer("xyz")
+    with pytest.raises(InvalidInput, match=r"expected vmd.load_data\(..., tokenizer=model.tokenizer\)"):
+        vmd.evaluate(model, data)
+    data.tokenizer = CharTokenizer("abc")
+    assert vmd.evaluate(model, data) == vmd.evaluate(model, ROWS)
+    model.tokenizer = None
+    with pytest.raises(InvalidInput, match="other tokens"):
+        vmd.evaluate(model, data)
+    named, data = VMD(replace(model.config, symbols=("a", "b", "c"))), ArrayData(ROWS.numpy())
+    data.symbols = ("x", "y", "z")
+    with pytest.raises(InvalidInput, match="other symbols"):
+        vmd.evaluate(named, data)
 
 
 def test_rows_of_bytes_are_rows():

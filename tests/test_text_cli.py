@@ -255,7 +255,18 @@ def test_a_short_text_is_said_to_be_learned_by_heart(source, tmp_path):
     assert "by heart" not in train(source, tmp_path / "long").err
     source.write_text(TEXT[:200])
     told = train(source, tmp_path / "short", "--set", "training.steps=300", "--set", "training.log_every=300").err
-    assert "note: 11 chunks of 16 tokens, read some 218 times, are learned by heart" in told
+    assert "note: 11 chunks of 16 tokens, read some 218 times, will be learned by heart" in told
+
+
+def test_what_has_been_learned_by_heart_is_said_to_be(source, tmp_path, monkeypatch):
+    found = iter([2.0, 3.0, 3.0, 2.0])
+    monkeypatch.setattr(
+        "vmd.evaluation.bits_in_passing", lambda model, x0, steps, *how: dict.fromkeys(["bits_1", "bits_4"], next(found))
+    )
+    told = train(source, tmp_path / "run").err
+    assert "note: validation text was best at step 2 (2.000; now 3.000)" in told
+    assert "or training.steps=2\n" in told
+    assert "was best at" not in train(source, tmp_path / "other").err
 
 
 def test_settings_of_data_are_heeded_where_a_run_goes_on(source, tmp_path):

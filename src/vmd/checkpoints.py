@@ -102,7 +102,8 @@ def newest_weights(out: Path) -> tuple[int, dict, dict[str, Tensor]]:
             weights = {name.removeprefix("weights/"): t for name, t in tensors.items() if name.startswith("weights/")}
             average = {name.removeprefix("average/"): t for name, t in tensors.items() if name.startswith("average/")}
             return step, config, weights | average
-    raise InvalidInput(f"{out}: a run without a checkpoint yet: go on with `vmd train --out {out} --resume`")
+    told = f"a run without a checkpoint yet; if it was stopped, `vmd train --out {out} --resume` begins it again"
+    raise InvalidInput(f"{out}: {told}")
 
 
 def load_newest_checkpoint(

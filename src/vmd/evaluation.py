@@ -1,6 +1,7 @@
 """Scores of one model: certified bits per token, its objective, and its samples where the law of the data is known."""
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,7 +13,8 @@ from vmd.config import DRAFT_EMBEDDING, InvalidInput, is_whole, require
 from vmd.data import ArrayData, Law, SudokuData, TextData
 from vmd.data.arrays import parse_positions
 from vmd.data.sudoku import keeps_clues, valid
-from vmd.data.tokenizers import JsonTokenizer
+from vmd.data.synthetic import LAWS
+from vmd.data.tokenizers import JsonTokenizer, same_ids
 from vmd.diagnostics import Diagnostics, diagnose
 from vmd.distributed import gather_rows, my_share, own_seed, require_a_share
 from vmd.likelihood import STEPS_SCORED, Bits, check, check_rows, confidence_order_nll, in_bits, law_bits, nll_bound
@@ -168,7 +170,7 @@ def bits_in_passing(
 
 def evaluate(
     model: VMD,
-    data: Data | Tensor | str,
+    data: Data | Tensor | np.ndarray | str,
     steps: int | Sequence[int] = (1,),
     *,
     z: str = "",
@@ -211,22 +213,31 @@ def require_comparable(model: VMD, other: VMD) -> None:
     same = (ours.length, ours.vocab_size) == (theirs.length, theirs.vocab_size)
     same = same and (ours.symbols == theirs.symbols or () in (ours.symbols, theirs.symbols))
     if model.tokenizer is not None and other.tokenizer is not None:
-        same = same and model.tokenizer.to_dict() == other.tokenizer.to_dict()
+        same = same and same_ids(model.tokenizer, other.tokenizer)
     there = f"rows of {theirs.length} of {theirs.vocab_size} tokens"
     require(same, f"against a model of {there}: expected {ours.length} of {ours.vocab_size}, the same tokens")
 
 
-def rows_of(model: VMD, data: Data | Tensor | str, rows: int, seed: int) -> Tensor:
+def rows_of(model: VMD, data: Data | Tensor | np.ndarray | str, rows: int, seed: int) -> Tensor:
     length = model.config.length
     if isinstance(data, str):
+        is_name = f": a name or a path goes through vmd.load_data({data!r})" if data in LAWS or os.path.exists(data) else ""
         if model.tokenizer is None:
-            raise InvalidInput(f"a text {data!r:.60}: expected rows of tokens: this is no model of text")
+            raise InvalidInput(f"a text {data!r:.60}: expected rows of tokens: this is no model of text{is_name}")
+        require(not is_name, f"{data!r} is taken as a text{is_name}")
         ids = torch.as_tensor(model.tokenizer.encode(data)).long()
         require(len(ids) >= length, f"a text of {len(ids)} tokens: expected at least {length}, a row of the model")
         data = ids[: len(ids) // length * length].view(-1, length)
     data = torch.as_tensor(data) if isinstance(data, np.ndarray) else data
     known = isinstance(data, (Tensor, Law)) or hasattr(data, "rows_at")
-    require(known, f"data of type {type(data).__name__}: expected rows of tokens, a text, or what vmd.load_data gives")
+    expected = "expected an array or tensor of rows of tokens, a text, or what vmd.load_data gives"
+    require(known, f"data of type {type(data).__name__}: {expected}")
+    require(not hasattr(data, "__len__") or len(data) > 0, f"data without rows: {expected}")
+    if (theirs := getattr(data, "tokenizer", None)) is not None:
+        same = model.tokenizer is not None and same_ids(model.tokenizer, theirs)
+        require(same, "text in other tokens than the model's: expected vmd.load_data(..., tokenizer=model.tokenizer)")
+    symbols, known_by_name = getattr(data, "symbols", ()), model.config.symbols
+    require(() in (symbols, known_by_name) or symbols == known_by_name, "data of other symbols: expected the model's")
     if isinstance(data, Tensor):
         check_rows(model.config, data)
         chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:rows].sort().values

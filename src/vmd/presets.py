@@ -136,7 +136,8 @@ def text_small(kind: str = "categorical") -> RunConfig:
     run = text(kind)
     latent = replace(run.model.latent, dim=32, encoder_layers=2, codes=64)
     model = replace(run.model, length=128, layers=4, width=128, heads=4, latent=latent)
-    return replace(run, model=model, training=replace(run.training, steps=1_200, batch_size=16, warmup_steps=100, ema=0.995))
+    training = replace(run.training, steps=1_200, batch_size=16, warmup_steps=100, ema=0.995, checkpoint_every=100)
+    return replace(run, model=model, training=training)
 
 
 def text_paper(kind: str = "gaussian") -> RunConfig:

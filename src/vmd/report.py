@@ -13,9 +13,10 @@ from vmd.tables import WITH_OWN_TABLES, bench_table, merged_table, provenance, s
 RESULTS_FILE = "results.json"
 # `results:NAME of A; B; C`: only these of the table's systems, as they are called there, in this order.
 MARKER = re.compile(
-    r"(?P<begin><!-- results:(?P<name>[\w-]+)(?: of (?P<only>[^\n]+?))? -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
+    r"(?P<begin><!--\s*results:(?P<name>[\w-]+)(?: of (?P<only>[^\n]+?))? -->\n).*?(?P<end><!-- end of results -->)",
+    re.DOTALL,
 )
-BEGINNING = re.compile(r"^<!-- results:.*-->$", re.MULTILINE)
+BEGINNING = re.compile(r"^<!--\s*results:.*-->$", re.MULTILINE)
 
 
 @contextlib.contextmanager

@@ -81,12 +81,15 @@ def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
 
 
 LOOKS, ROWS_LOOKED_AT = 10, 32
-BY_HEART = 200  # so often is a text read by who knows all of it
+BY_HEART = 100  # so often is a text read by who knows all of it
 HOW_IT_RUNS = ("accumulate", "precision", "compile", "capture", "attention")  # what a machine, or --no-fast, decides
 
 
-def look_at_validation(model: Any, run: RunConfig, tokenizer: Any) -> Any:
-    """Of text: what a few rows of the validation part cost, up to ten times in a run. None where the text is too short."""
+def look_at_validation(model: Any, run: RunConfig, tokenizer: Any, seen: list[tuple[float, int]]) -> Any:
+    """Of text: what a few rows of the validation part cost, up to ten times in a run. None where the text is too short.
+
+    `seen` is told (bits in the fewest steps, training step).
+    """
     import numpy as np
 
     from vmd.data.arrays import parse_positions
@@ -110,6 +113,7 @@ def look_at_validation(model: Any, run: RunConfig, tokenizer: Any) -> Any:
     def look(step: int) -> dict[str, float]:
         found = bits_in_passing(model, rows, steps, z, fixed)
         bits = ", ".join(f"{found[f'bits_{n}']:.3f} in {n} step{'s' if n > 1 else ''} per block" for n in steps)
+        seen.append((found[f"bits_{steps[0]}"], step))
         say(f"step {step}: validation text takes {bits} (certified bits per {unit}, {count} rows)")
         return found
 
@@ -168,7 +172,7 @@ def train_run(
     times = run.training.steps * run.training.batch_size // len(data) if isinstance(data, TextData) else 0
     if times >= BY_HEART and not resume:
         chunks = f"{len(data)} chunk{'s' if len(data) > 1 else ''} of {data.length} tokens"
-        say(f"note: {chunks}, read some {times:,} times, are learned by heart: expected more text, or fewer training.steps")
+        say(f"note: {chunks}, read some {times:,} times, will be learned by heart: more text, or fewer training.steps")
     before = saved(folder, "training").get("steps", run.training.steps) if resume else run.training.steps
     parts = parts_that_fit(run, world_size()) if device == "cpu" and "training.accumulate" not in chosen else 1
     if parts > run.training.accumulate:
@@ -201,9 +205,10 @@ def train_run(
 
     by_the_first(begin)
     looks: dict[str, Any] = {}
+    seen: list[tuple[float, int]] = []
     if isinstance(data, TextData) and world_size() == 1:
         every = -(-run.training.steps // (LOOKS * run.training.log_every)) * run.training.log_every
-        looks = {"on_look": look_at_validation(model, run, tokens), "look_every": every}
+        looks = {"on_look": look_at_validation(model, run, tokens, seen), "look_every": every}
     started = False
     with ExitStack() as stack:
         for board in boards:
@@ -232,6 +237,10 @@ def train_run(
                 board.show(done, record)
 
         train(model, data, run, out=folder, resume=resume, on_step=on_step, on_note=say, **looks)
+    if seen and seen[-1][0] > 1.02 * min(seen)[0]:
+        (least, best), (now, _) = min(seen), seen[-1]
+        told = f"note: validation text was best at step {best} ({least:.3f}; now {now:.3f}): the text is learned by heart"
+        say(f"{told}: more text, or training.steps={best}")
     if rank() != 0:
         return
     if world_size() > 1:  # whose weights may be spread over processes

@@ -21,7 +21,7 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
     from vmd.data import ArrayData, is_text, load_data
     from vmd.data.preparing import SPLITS
     from vmd.data.text import text_rows
-    from vmd.data.tokenizers import TEXT8_ALPHABET, CharTokenizer, Text8Tokenizer
+    from vmd.data.tokenizers import TEXT8_ALPHABET, Text8Tokenizer, same_ids
     from vmd.progress import percent_bar
 
     tokenizer = model.tokenizer
@@ -56,10 +56,9 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
             documents=bool(trained.get("documents")),
             on_progress=on_progress,
         )
-    both = (found.tokenizer, tokenizer)
-    letters = all(isinstance(t, CharTokenizer) for t in both)
-    same_ids = both[0].symbols == both[1].symbols if letters else both[0].to_dict() == both[1].to_dict()
-    require(same_ids, f"{name}: its parts are in other tokens than the model's: expected --split all")
+    require(
+        same_ids(found.tokenizer, tokenizer), f"{name}: its parts are in other tokens than the model's: expected --split all"
+    )
     say(f"scoring the {split} part of {name}")
     return found
 
@@ -118,7 +117,8 @@ def note_unfinished(model: Any, folder: Path) -> None:
     """What is read of a run that goes on, or was stopped."""
     if model.stopped_at is not None:
         steps = saved(folder, "training").get("steps")
-        say(f"note: {folder} is at step {model.stopped_at} of {steps}; `vmd train --out {folder} --resume` goes on")
+        step = f"{model.stopped_at} of {steps}"
+        say(f"note: {folder} is at step {step}; if it was stopped, `vmd train --out {folder} --resume` goes on")
 
 
 def say(text: str) -> None:

@@ -86,13 +86,15 @@ def load_array(path: str | Path, seed: int = 0) -> ArrayData:
 def read_csv(path: Path) -> np.ndarray:
     """(rows, length) integers with commas between; a first line of names is left out."""
     rows: list[list[int]] = []
+    first = True
     for number, line in enumerate(read_text(path).removeprefix("\ufeff").splitlines(), 1):  # Excel's mark of UTF-8
         if not line.strip():
             continue
         try:
             rows.append([int(cell) for cell in line.split(",")])
         except ValueError:
-            names = not rows and all(cell.strip() and not is_number(cell) for cell in line.split(","))
+            names = first and all(cell.strip() and not is_number(cell) for cell in line.split(","))
+            first = False
             expected = "expected integers with commas between (text of another kind: give it another name, as .txt)"
             require(names, f"{path}: line {number}: {line!r:.60}: {expected}")
             continue

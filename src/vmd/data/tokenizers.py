@@ -95,6 +95,12 @@ def as_text8(text: str) -> str:
     return re.sub("[^a-z]+", " ", spelled)
 
 
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether what one writes, the other reads."""
+    letters = isinstance(one, CharTokenizer) and isinstance(other, CharTokenizer)
+    return one.symbols == other.symbols if letters else one.to_dict() == other.to_dict()
+
+
 class ByteTokenizer:
     """One id per byte of UTF-8. Bytes that are no UTF-8, as a model may write, decode to the replacement character."""
 
