@@ -321,7 +321,7 @@ def test_differences_are_of_rows():
 @pytest.mark.parametrize("z", [latent(), codes(), learned_prior()], ids=["gaussian", "codes", "learned"])
 def test_models_are_compared_by_the_same_orders(z, monkeypatch):
     """Whatever else they draw, and in how many parts they are scored."""
-    monkeypatch.setattr("vmd.evaluation.rows_per_score", lambda model: 32 if model.config.has_latent else 64)
+    monkeypatch.setattr("vmd.scoring.rows_per_score", lambda model: 32 if model.config.has_latent else 64)
     drawn = []
     draw = likelihood.draw_steps
     monkeypatch.setattr(likelihood, "draw_steps", lambda *args, **more: drawn.append(draw(*args, **more)) or drawn[-1])

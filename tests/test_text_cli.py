@@ -22,11 +22,12 @@ from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict, override
 from vmd.data import load_data
 from vmd.data import text as text_module
 from vmd.data.tokenizers import TEXT8_ALPHABET, ByteTokenizer, CharTokenizer, model_tokenizer
-from vmd.evaluation import bytes_per_token, evaluate
+from vmd.evaluation import bytes_per_token
 from vmd.infilling import infill
 from vmd.likelihood import nll_bound
 from vmd.model import SHIPPED, VMD
 from vmd.presets import preset
+from vmd.scoring import evaluate
 from vmd.terminal import days_on_a_cpu, parts_that_fit, work_of_codes
 from vmd.training import train as fit
 

@@ -15,7 +15,7 @@ _HOMES = {
     "InvalidInput": "vmd.config",
     "train": "vmd.training",
     "sample": "vmd.sampling",
-    "evaluate": "vmd.evaluation",
+    "evaluate": "vmd.scoring",
     "infill": "vmd.infilling",
     "write": "vmd.writing",
     "draw_masks": "vmd.masking",
@@ -29,12 +29,12 @@ __all__ = ["__version__", *_HOMES]
 if TYPE_CHECKING:
     from vmd.config import DataConfig, InvalidInput, LatentConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainingConfig
     from vmd.data import law, load_data
-    from vmd.evaluation import evaluate
     from vmd.infilling import infill
     from vmd.masking import draw_masks
     from vmd.model import VMD
     from vmd.presets import preset
     from vmd.sampling import sample
+    from vmd.scoring import evaluate
     from vmd.training import train
     from vmd.writing import write
 

@@ -451,10 +451,11 @@ def evaluate(
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
     from vmd.distributed import one_after_the_first, rank
-    from vmd.evaluation import diagnose_model, difference_rows, evaluate_model, evaluate_puzzles, require_comparable
+    from vmd.evaluation import diagnose_model, evaluate_model, evaluate_puzzles
     from vmd.files import hardware, write_atomically
     from vmd.model import VMD, model_folder
     from vmd.progress import progress_bar
+    from vmd.scoring import difference_rows, require_comparable
     from vmd.tables import print_table
 
     least = max(2, int(os.environ["WORLD_SIZE"]) if several_processes() else 1)

@@ -1,29 +1,25 @@
 """Scores of one model: certified bits per token, its objective, and its samples where the law of the data is known."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vmd.config import DRAFT_EMBEDDING, InvalidInput, is_whole, require
+from vmd.config import DRAFT_EMBEDDING, require
 from vmd.data import ArrayData, Law, SudokuData, TextData
 from vmd.data.arrays import parse_positions
 from vmd.data.sudoku import keeps_clues, valid
-from vmd.data.synthetic import LAWS
-from vmd.data.tokenizers import JsonTokenizer, same_ids
+from vmd.data.tokenizers import JsonTokenizer
 from vmd.diagnostics import Diagnostics, diagnose
 from vmd.distributed import gather_rows, my_share, own_seed, require_a_share
-from vmd.likelihood import STEPS_SCORED, Bits, check, check_rows, confidence_order_nll, in_bits, law_bits, nll_bound
+from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities, share_error
 from vmd.model import VMD
 from vmd.network import largest_tensor
 from vmd.sampling import RULES, check_settings
-from vmd.step import step_seed
 
 CERTIFIED = "certified bits per token"
 Data = Law | ArrayData | TextData
@@ -166,107 +162,6 @@ def bits_in_passing(
         how: dict = {"z": z, "fixed": fixed, "generator": generator, "chunk": rows_per_score(model), "steps_scored": 8}
         found[f"bits_{count}"] = in_bits(nll_bound(model, x0, count, **how), written).value
     return found
-
-
-def evaluate(
-    model: VMD,
-    data: Data | Tensor | np.ndarray | str,
-    steps: int | Sequence[int] = (1,),
-    *,
-    z: str = "",
-    samples: int = 1,
-    rows: int = 2_000,
-    seed: int = 0,
-    against: VMD | None = None,
-    z_against: str = "",
-) -> dict[int, Bits]:
-    """{steps per block: certified bits per token}, with standard errors, of the sampler in random order, rule sample.
-
-    Of data as `vmd.load_data` gives it, of rows of tokens (n, L), or of a text, cut into rows, by a model of text. z: fresh
-    for every step, as by default for codes, or once per block, as for a Gaussian, whose bound may have several `samples`.
-    `against`: the bits of another model are taken off, row by row of the same data and by the same orders if its blocks are
-    of the same size, and the errors are those of the differences.
-    """
-    models = [(model, z)] if against is None else [(model, z), (against, z_against)]
-    for one, _ in models:
-        require(isinstance(one, VMD), f"evaluate({type(one).__name__}): expected a model")
-    counts = [steps] if isinstance(steps, int) else list(steps)
-    require(bool(counts), "steps: expected a number of steps, or several")
-    require(is_whole(rows) and rows >= 1, f"rows={rows!r}: expected a whole number, at least 1")
-    models = [(one, how or ("fresh" if one.config.latent.kind != "gaussian" else "once")) for one, how in models]
-    for one, how in models:
-        for count in counts:
-            check(one.config, count, how, samples)
-    if against is not None:
-        require_comparable(model, against)
-    x0 = rows_of(model, data, rows, seed)
-    at_once = min(max(1, rows_per_score(one) // STEPS_SCORED) for one, _ in models)  # one draw of orders, before those of z
-    found = {}
-    for count in counts:
-        nats = [row_nats(one, x0, count, how, samples, seed, at_once) for one, how in models]
-        found[count] = in_bits(nats[0] - nats[1] if against is not None else nats[0], model.config.length)
-    return found
-
-
-def require_comparable(model: VMD, other: VMD) -> None:
-    ours, theirs = model.config, other.config
-    same = (ours.length, ours.vocab_size) == (theirs.length, theirs.vocab_size)
-    same = same and (ours.symbols == theirs.symbols or () in (ours.symbols, theirs.symbols))
-    if model.tokenizer is not None and other.tokenizer is not None:
-        same = same and same_ids(model.tokenizer, other.tokenizer)
-    there = f"rows of {theirs.length} of {theirs.vocab_size} tokens"
-    require(same, f"against a model of {there}: expected {ours.length} of {ours.vocab_size}, the same tokens")
-
-
-def rows_of(model: VMD, data: Data | Tensor | np.ndarray | str, rows: int, seed: int) -> Tensor:
-    length = model.config.length
-    if isinstance(data, str):
-        is_name = f": a name or a path goes through vmd.load_data({data!r})" if data in LAWS or os.path.exists(data) else ""
-        if model.tokenizer is None:
-            raise InvalidInput(f"a text {data!r:.60}: expected rows of tokens: this is no model of text{is_name}")
-        require(not is_name, f"{data!r} is taken as a text{is_name}")
-        ids = torch.as_tensor(model.tokenizer.encode(data)).long()
-        require(len(ids) >= length, f"a text of {len(ids)} tokens: expected at least {length}, a row of the model")
-        data = ids[: len(ids) // length * length].view(-1, length)
-    data = torch.as_tensor(data) if isinstance(data, np.ndarray) else data
-    known = isinstance(data, (Tensor, Law)) or hasattr(data, "rows_at")
-    expected = "expected an array or tensor of rows of tokens, a text, or what vmd.load_data gives"
-    require(known, f"data of type {type(data).__name__}: {expected}")
-    require(not hasattr(data, "__len__") or len(data) > 0, f"data without rows: {expected}")
-    if (theirs := getattr(data, "tokenizer", None)) is not None:
-        same = model.tokenizer is not None and same_ids(model.tokenizer, theirs)
-        require(same, "text in other tokens than the model's: expected vmd.load_data(..., tokenizer=model.tokenizer)")
-    symbols, known_by_name = getattr(data, "symbols", ()), model.config.symbols
-    require(() in (symbols, known_by_name) or symbols == known_by_name, "data of other symbols: expected the model's")
-    if isinstance(data, Tensor):
-        check_rows(model.config, data)
-        chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:rows].sort().values
-        return data[chosen.to(data.device)].long().to(model.device)
-    return draw_rows(data, rows, seed, model.device)
-
-
-def row_nats(model: VMD, x0: Tensor, steps: int, z: str, samples: int, seed: int, at_once: int) -> Tensor:
-    """(n,): the bound of each row. The orders of `at_once` of them are drawn together, by a seed of their own."""
-    generator, found = torch.Generator(model.device), []
-    for number, some in enumerate(x0.to(model.device).split(at_once)):
-        generator.manual_seed(step_seed(seed, number))
-        found.append(nll_bound(model, some, steps, z=z, samples=samples, generator=generator, chunk=rows_per_score(model)))
-    return torch.cat(found).cpu()
-
-
-def difference_rows(
-    model: VMD, other: VMD, name: str, data: Data, steps: list[int], z: tuple[str, str], samples: int, rows: int, seed: int
-) -> list[dict]:
-    """How many bits fewer or more than another model: what both find hard is not noise."""
-    how = {"samples": samples, "rows": rows, "seed": seed, "against": other, "z": z[0], "z_against": z[1]}
-    drawn = [f"z {one}" if m.config.has_latent else "no z" for m, one in ((model, z[0]), (other, z[1]))]
-    about = f"less those of {name}, row by row; {' and '.join(drawn)}"
-    about += f", IWAE {samples}" if "gaussian" in (model.config.latent.kind, other.config.latent.kind) else ""
-    return [
-        row("difference, bits per token", bits.value, bits.stderr, f"{per_block(count)}, {about}")
-        | {"steps": count, "order": "random", "iwae": samples, "against": name}
-        for count, bits in evaluate(model, data, steps, **how).items()  # type: ignore[arg-type]
-    ]
 
 
 def draw_rows(data: Data, n: int, seed: int, device: torch.device) -> Tensor:
