@@ -631,7 +631,9 @@ def test_a_run_that_is_not_finished_is_read_as_far_as_it_is(trained, run, here):
     assert "is at step 4 of 6" in done.err
     shutil.rmtree(run / "checkpoints")
     for words in (("sample", run), ("evaluate", run, "--data", "rows.npy")):
-        assert "a run without a checkpoint yet; if it was stopped, `vmd train --out" in refused(*words, folder=here)
+        assert "a run without a whole checkpoint yet; if it was stopped, go on with `vmd train --out" in refused(
+            *words, folder=here
+        )
 
 
 def test_a_run_that_goes_on_for_longer_is_read_by_its_newest_checkpoint(trained, run, here):

@@ -21,7 +21,7 @@ from vmd.model import VMD
 from vmd.optimizers import make_optimizer
 from vmd.presets import preset
 from vmd.step import Batch, clip_gradients, draw_batch, kl_warmup, learning_rate, mean_loss, step_seed
-from vmd.training import TrainingDiverged, Watch, train
+from vmd.training import FiniteSoFar, TrainingDiverged, train
 
 
 class Interrupted(Exception):
@@ -184,10 +184,10 @@ def test_resuming_with_another_config_is_refused_by_name(out, setting):
 
 def test_the_first_step_with_what_is_no_number_is_told():
     """Losses are looked at now and then only, when several may have been so."""
-    watch = Watch(torch.device("cpu"))
+    finite = FiniteSoFar(torch.device("cpu"))
     for step, whole in enumerate((True, True, False, True, False)):
-        watch.see(step, torch.tensor(whole))
-        assert watch.first_bad(10) == (None if step < 2 else 2)
+        finite.see(step, torch.tensor(whole))
+        assert finite.first_bad(10) == (None if step < 2 else 2)
 
 
 def test_resuming_another_model_is_refused(out):

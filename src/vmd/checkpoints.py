@@ -102,7 +102,7 @@ def newest_weights(out: Path) -> tuple[int, dict, dict[str, Tensor]]:
             weights = {name.removeprefix("weights/"): t for name, t in tensors.items() if name.startswith("weights/")}
             average = {name.removeprefix("average/"): t for name, t in tensors.items() if name.startswith("average/")}
             return step, config, weights | average
-    told = f"a run without a checkpoint yet; if it was stopped, `vmd train --out {out} --resume` begins it again"
+    told = f"a run without a whole checkpoint yet; if it was stopped, go on with `vmd train --out {out} --resume`"
     raise InvalidInput(f"{out}: {told}")
 
 

@@ -201,7 +201,8 @@ def reproduce(
 def train(
     preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`); array is for your own data.")] = "array",
     data: Annotated[
-        str | None, typer.Option(help="A named data set, an .npy array of integers (rows, length), a text file or folder.")
+        str | None,
+        typer.Option(help="A named data set, integers (rows, length) as .npy or .csv, a text file or folder."),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -411,7 +412,8 @@ def sample(
 def evaluate(
     model: Model,
     data: Annotated[
-        str, typer.Option(help="A named data set, an .npy array of integers, a text file or folder, or a file of puzzles.")
+        str,
+        typer.Option(help="A named data set, integers as .npy or .csv, a text file or folder, or puzzles."),
     ],
     steps: Annotated[str, typer.Option(help="Steps per block, as in 1,2.")] = "1",
     order: Annotated[str, typer.Option(help="Of samples: random, prob, margin or entropy. Bounds are for random.")] = "prob",
@@ -492,7 +494,7 @@ def evaluate(
     other = None
     if against is not None:
         whole = not fixed and not isinstance(loaded_data, SudokuData) and not several_processes()
-        require(whole, f"--against {against}: expected with whole rows, which no position of is given, and one process")
+        require(whole, f"--against {against}: expected no puzzles, no positions that are given (--fixed), and one process")
         other, there = VMD.from_pretrained(against, device=loaded.device), model_folder(against)
         note_unfinished(other, there)
         require_comparable(loaded, other)

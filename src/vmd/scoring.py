@@ -1,7 +1,6 @@
 """Certified bits from Python: of rows, arrays, laws and texts, and of one model against another, row by row."""
 
 import os
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from vmd.step import step_seed
 def evaluate(
     model: VMD,
     data: Data | Tensor | np.ndarray | str,
-    steps: int | Sequence[int] = (1,),
+    steps: int | tuple[int, ...] | list[int] = (1,),
     *,
     z: str = "",
     samples: int = 1,
@@ -39,8 +38,8 @@ def evaluate(
     models = [(model, z)] if against is None else [(model, z), (against, z_against)]
     for one, _ in models:
         require(isinstance(one, VMD), f"evaluate({type(one).__name__}): expected a model")
-    counts = [steps] if isinstance(steps, int) else list(steps)
-    require(bool(counts), "steps: expected a number of steps, or several")
+    counts = list(steps) if isinstance(steps, (tuple, list)) else [steps]
+    require(bool(counts) and all(map(is_whole, counts)), f"steps={steps!r}: expected a whole number of steps, or several")
     require(is_whole(rows) and rows >= 1, f"rows={rows!r}: expected a whole number, at least 1")
     models = [(one, how or ("fresh" if one.config.latent.kind != "gaussian" else "once")) for one, how in models]
     for one, how in models:

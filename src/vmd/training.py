@@ -93,7 +93,7 @@ class StopSignals:
         self.restore()
 
 
-class Watch:
+class FiniteSoFar:
     """Whether all was numbers so far, and since which step not: kept on the device, since reading waits for it."""
 
     def __init__(self, device: torch.device):
@@ -214,13 +214,13 @@ def train(
             on_step = step_bar(stack, steps)
         stack.enter_context(attention_by(model, way))
         stop = stack.enter_context(StopSignals(out is not None))
-        watch, log = Watch(device), Log(out if leads else None, lines, first)
+        finite, log = FiniteSoFar(device), Log(out if leads else None, lines, first)
         model.train()
         for step in range(first, steps):
             generator.manual_seed(step_seed(training.seed, step))
             batch = draw_batch(model, data, objective, step, training.batch_size, fixed, generator, rows)
             loss, norm = take_step(batch, weights * kl_warmup(objective, step), step)
-            watch.see(step, loss.total.isfinite().all() & norm.isfinite().all())
+            finite.see(step, loss.total.isfinite().all() & norm.isfinite().all())
             if splits and (step + 1) % splits == 0 and step + 1 <= 0.75 * steps:
                 with attention_by(model, uncompiled(way)):
                     split_codes(model, batch, generator, fixed)
@@ -233,8 +233,8 @@ def train(
             logging = done % training.log_every == 0 or last or done == 1
             looking = on_look is not None and ((look_every and done % look_every == 0) or last)
             if saving:  # weights that are no numbers must not take the place of good ones
-                watch.see(step, torch.stack([local(p.detach()).isfinite().all() for p in parameters.values()]).all())
-            if (logging or saving or looking) and (bad := watch.first_bad(steps)) is not None:
+                finite.see(step, torch.stack([local(p.detach()).isfinite().all() for p in parameters.values()]).all())
+            if (logging or saving or looking) and (bad := finite.first_bad(steps)) is not None:
                 raise TrainingDiverged(divergence(bad, training, out))
             if saving and out is not None:  # before anything else that may fail
                 save_checkpoint(out, done, parameters, average, optimizer, to_dict(config), write=leads)
