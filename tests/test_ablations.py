@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from command import ROOT, settings, succeeds
-from vmd import ablations, reproduce
-from vmd.ablations import BOUND_1, BOUND_N, BOUND_ONCE, HEADS, SURROGATE, SYSTEMS, ablation_runs
 from vmd.data.synthetic import law
-from vmd.reproduce import FULL, QUICK
-from vmd.tables import ablation_tables, render
+from vmd.experiments import ablations, controlled
+from vmd.experiments.ablations import BOUND_1, BOUND_N, BOUND_ONCE, HEADS, SURROGATE, SYSTEMS, ablation_runs
+from vmd.experiments.controlled import FULL, QUICK
+from vmd.experiments.tables import ablation_tables, render
 
 PNG = b"\x89PNG"
 FAST = settings("training.steps=2", "training.batch_size=4", "model.layers=2", "model.width=16", "model.heads=2")
@@ -28,7 +28,7 @@ def table(request, tmp_path_factory):
     name, out = request.param, tmp_path_factory.mktemp(request.param) / "out"
     patch = pytest.MonkeyPatch()
     tiny = replace(QUICK[name], draws=100, z_draws=100, data=("d1",))
-    patch.setattr(reproduce, "QUICK", {name: tiny})
+    patch.setattr(controlled, "QUICK", {name: tiny})
     patch.setattr(ablations, "HEADS", {key: HEADS[key] for key in list(HEADS)[::7]})
     patch.setitem(ablations.SYSTEMS, "Gaussian, importance-weighted", ("objective.samples=3",))
     patch.setattr(ablations, "IWAE", 2)

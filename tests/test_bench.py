@@ -13,12 +13,12 @@ from command import refused, settings, succeeds
 from helpers import NO_LATENT, codes, latent, learned_prior, random_tokens, tiny_config
 from vmd.bench import as_fast_as_it_gets, cases_of, exponent, run_bench
 from vmd.config import InvalidInput, LatentConfig, ModelConfig, RunConfig, TrainingConfig
+from vmd.experiments.tables import bench_table
 from vmd.flops import forward_flops, sampling_flops
 from vmd.masking import draw_masks
 from vmd.model import VMD
 from vmd.presets import preset
 from vmd.step import check_attention, fast_settings
-from vmd.tables import bench_table
 
 SMALL = ("model.length=16", "model.layers=2", "model.width=16", "model.heads=2", "model.latent.codes=4")
 TINY = settings(*SMALL, "training.batch_size=4")

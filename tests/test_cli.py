@@ -95,7 +95,17 @@ assert "torch" not in sys.modules
 
 @pytest.mark.parametrize(
     "module",
-    ["vmd", "vmd.config", "vmd.presets", "vmd.tables", "vmd.figures", "vmd.report", "vmd.terminal", "vmd.runs", "vmd.cli"],
+    [
+        "vmd",
+        "vmd.config",
+        "vmd.presets",
+        "vmd.experiments.tables",
+        "vmd.experiments.figures",
+        "vmd.experiments.report",
+        "vmd.terminal",
+        "vmd.runs",
+        "vmd.cli",
+    ],
 )
 def test_modules_that_say_so_import_no_torch(module):
     done = python("-c", f"import sys, {module}; sys.exit('torch' in sys.modules)")

@@ -22,7 +22,7 @@ from vmd.config import (
     to_dict,
     with_new_fields,
 )
-from vmd.systems import is_of
+from vmd.experiments.systems import is_of
 
 
 def one_line(error) -> bool:

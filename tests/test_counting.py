@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmd.config import InvalidInput
-from vmd.counting import beginnings, counted_bits, counted_nats, discounts, longest_ngram, ngram_ids, tally
+from vmd.experiments.counting import beginnings, counted_bits, counted_nats, discounts, longest_ngram, ngram_ids, tally
 
 texts = st.integers(2, 4).flatmap(
     lambda vocab: st.tuples(st.just(vocab), st.lists(st.integers(0, vocab - 1), min_size=6, max_size=60))

@@ -15,11 +15,11 @@ from vmd.data.sudoku import SudokuData, draw_puzzles
 from vmd.data.synthetic import law
 from vmd.data.tokenizers import Text8Tokenizer
 from vmd.ensemble import Ensemble
+from vmd.experiments.controlled import StackedLaws
 from vmd.infilling import infill
 from vmd.model import VMD
 from vmd.network import rotate
 from vmd.presets import synthetic
-from vmd.reproduce import StackedLaws
 from vmd.step import draw_batch, mean_loss, precision
 from vmd.training import train
 

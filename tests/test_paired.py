@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vmd.config import InvalidInput
+from vmd.experiments.paired import NATS_FILE, REFERENCES, pair_all, write_nats
 from vmd.likelihood import in_bits
-from vmd.paired import NATS_FILE, REFERENCES, pair_all, write_nats
 
 LENGTH, ROWS, SCORED = 256, 2_000, "a" * 64
 FIRST, SECOND = REFERENCES

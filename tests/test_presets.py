@@ -6,10 +6,10 @@ import pytest
 from command import succeeds
 from vmd.config import InvalidInput, RunConfig, override_all
 from vmd.data import law
+from vmd.experiments.controlled import PAPER
 from vmd.metrics import accuracy
 from vmd.model import VMD
 from vmd.presets import FOUR_TOKEN, OUR_KL_WEIGHT, TWO_TOKEN, all_presets, controlled, paper_kl_weight, preset, synthetic
-from vmd.reproduce import PAPER
 from vmd.training import train
 
 PRESETS = all_presets()

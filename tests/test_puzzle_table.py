@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from command import refused, settings, vmd
 from helpers import NO_LATENT, close, latent
 from test_solving import GRIDS, SMALL, oracle, unless_it_begins_with_one, untrained
-from vmd import figures, plotting, puzzle_figures, puzzle_table
+from vmd import plotting
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict, to_dict
 from vmd.data.sudoku import Layout, Puzzles, draw_puzzles, load_puzzles
-from vmd.metrics import share_error
-from vmd.model import VMD
-from vmd.puzzle_figures import draw_sudoku
-from vmd.puzzle_table import (
+from vmd.experiments import figures, puzzle_figures, puzzle_table
+from vmd.experiments.puzzle_figures import draw_sudoku
+from vmd.experiments.puzzle_table import (
     FULL,
     PAPER,
     QUICK,
@@ -41,11 +40,13 @@ from vmd.puzzle_table import (
     try_rows,
     ways_to_draw,
 )
-from vmd.report import section
+from vmd.experiments.report import section
+from vmd.experiments.systems import is_of, read_done
+from vmd.experiments.tables import render, sudoku_table, sudoku_tables
+from vmd.metrics import share_error
+from vmd.model import VMD
 from vmd.sampling import ORDERS, Samples
 from vmd.solving import solve_puzzles
-from vmd.systems import is_of, read_done
-from vmd.tables import render, sudoku_table, sudoku_tables
 
 BOARD = Layout(16, False)
 PNG = b"\x89PNG\r\n\x1a\n"

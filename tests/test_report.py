@@ -5,10 +5,11 @@ import pytest
 
 from command import ROOT, refused, succeeds
 from test_tables import results
-from vmd import report
 from vmd.config import InvalidInput
-from vmd.report import MARKER, update_readme
-from vmd.tables import merged_table, provenance, to_markdown
+from vmd.experiments import report
+from vmd.experiments.report import MARKER, update_readme
+from vmd.experiments.tables import merged_table, provenance
+from vmd.terminal import to_markdown
 
 README = """# Title
 

@@ -8,12 +8,10 @@ import torch
 
 from command import ROOT, refused, settings, succeeds, vmd
 from helpers import LawOracle, chi_square_p, close, exact_denoiser, gaps, random_tokens, sequence_counts, tiny_config
-from vmd import reproduce
 from vmd.config import RunConfig, from_dict, override_all, to_dict
 from vmd.data import Law, law
-from vmd.metrics import FLOOR, kl_to
-from vmd.presets import FOUR_TOKEN, TWO_TOKEN, preset, synthetic
-from vmd.reproduce import (
+from vmd.experiments import controlled
+from vmd.experiments.controlled import (
     FULL,
     PAPER,
     QUICK,
@@ -28,6 +26,8 @@ from vmd.reproduce import (
     train_group,
     truth_table,
 )
+from vmd.metrics import FLOOR, kl_to
+from vmd.presets import FOUR_TOKEN, TWO_TOKEN, preset, synthetic
 from vmd.sampling import sample
 
 FAST = settings("training.steps=2", "training.batch_size=8", "model.layers=1", "model.width=16")
@@ -40,7 +40,7 @@ def run_table(name: str, out, *words: str, data: tuple[str, ...] | None = None, 
     """`vmd reproduce NAME --quick`, on a budget of almost nothing."""
     tiny = replace(QUICK[name], draws=60, z_draws=40, data=data or QUICK[name].data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduce, "QUICK", {name: tiny})
+        patch.setattr(controlled, "QUICK", {name: tiny})
         done = vmd("reproduce", name, "--quick", "--device", "cpu", "--out", out, *FAST, *words)
     assert done.code == code, done.err
     return done
@@ -220,7 +220,7 @@ def test_the_same_seeds_give_the_same_rows(tmp_path):
 
 def test_a_stopped_run_is_resumed_to_the_same_rows(tmp_path, monkeypatch):
     """The second of four groups fails; resumed, the first is not trained again."""
-    trained, train = [], reproduce.train_group
+    trained, train = [], controlled.train_group
 
     def failing_at(count):
         def train_some(cells, *rest):
@@ -232,10 +232,10 @@ def test_a_stopped_run_is_resumed_to_the_same_rows(tmp_path, monkeypatch):
         return train_some
 
     whole = run_table("four-token", tmp_path / "whole", data=("d1",))
-    monkeypatch.setattr(reproduce, "train_group", failing_at(1))
+    monkeypatch.setattr(controlled, "train_group", failing_at(1))
     stopped = run_table("four-token", tmp_path / "resumed", data=("d1",), code=130)
     assert stopped.out == ""
-    monkeypatch.setattr(reproduce, "train_group", failing_at(9))
+    monkeypatch.setattr(controlled, "train_group", failing_at(9))
     resumed = run_table("four-token", tmp_path / "resumed", "--resume", data=("d1",))
     assert trained == [("MDM", 2), ("MDM", 4), ("VMD", 2), ("VMD", 4)]
     assert resumed.out == whole.out
@@ -261,7 +261,7 @@ def test_results_are_not_lost_by_chance(tmp_path, monkeypatch):
 def test_other_settings_are_not_resumed(tmp_path, monkeypatch):
     run_table("four-token", tmp_path / "new", *settings("training.steps=1"), data=("d1",))
     with monkeypatch.context() as patch:
-        patch.setattr(reproduce, "render", lambda results: 1 / 0)  # stopped before the last file
+        patch.setattr(controlled, "render", lambda results: 1 / 0)  # stopped before the last file
         with pytest.raises(ZeroDivisionError):
             run_table("four-token", tmp_path / "old", data=("d1",))
     run_table("four-token", tmp_path / "old", "--resume", *settings("training.steps=1"), data=("d1",))
@@ -283,7 +283,7 @@ def test_a_damaged_record_of_a_stopped_run_is_one_line_or_ignored(content, tmp_p
 def test_the_papers_settings_are_run_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        reproduce, "QUICK", {"two-token": replace(QUICK["two-token"], draws=20, z_draws=10, data=("non-uniform",))}
+        controlled, "QUICK", {"two-token": replace(QUICK["two-token"], draws=20, z_draws=10, data=("non-uniform",))}
     )
     succeeds("reproduce", "two-token", "--quick", "--preset", "paper", "--device", "cpu", *FAST)
     results = json.loads((tmp_path / "runs" / "two-token-paper-quick" / "results.json").read_text())
@@ -297,7 +297,7 @@ def test_the_papers_settings_are_run_by_name(tmp_path, monkeypatch):
 def test_what_makes_a_row_that_row_cannot_be_overridden(setting, tmp_path, monkeypatch):
     """Otherwise rows of different blocks become one, or a model without latent is called VMD."""
     tiny = {"four-token": replace(QUICK["four-token"], draws=20, z_draws=10)}
-    monkeypatch.setattr(reproduce, "QUICK", tiny)
+    monkeypatch.setattr(controlled, "QUICK", tiny)
     field = setting.split("=")[0]
     words = ("reproduce", "four-token", "--quick", "--device", "cpu", "--out", tmp_path / "out", *FAST, "--set", setting)
     assert field in refused(*words, folder=tmp_path)

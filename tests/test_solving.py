@@ -17,6 +17,7 @@ from torch import Tensor
 from command import refused, succeeds, vmd
 from helpers import NO_LATENT, codes, latent, learned_prior, tiny_config
 from vmd import solving
+from vmd.board_figures import animate_board, board_frames, draw_board
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict
 from vmd.data import sudoku_engine as engine
 from vmd.data.sudoku import draw_puzzles, in_test, random_symmetry, valid
@@ -24,7 +25,6 @@ from vmd.model import VMD
 from vmd.plotting import pyplot
 from vmd.predictor import Predictor
 from vmd.presets import preset
-from vmd.puzzle_figures import animate_board, board_frames, draw_board
 from vmd.solving import broken_rule, parse_puzzle, solve_puzzles
 
 KINDS = {"none": NO_LATENT, "gaussian": latent(), "learned": learned_prior(), "codes": codes(8), "layered": codes(layers=1)}
@@ -385,7 +385,7 @@ def test_digits_that_clash_are_red(broken):
 @pytest.mark.parametrize(("code", "wrong"), [(1, lambda canvas: True), (0, unless_it_begins_with_one)])
 def test_an_animation_shows_the_grid(tmp_path, monkeypatch, code, wrong):
     drawn = []
-    monkeypatch.setattr("vmd.puzzle_figures.board_frames", lambda *args: drawn.append(board_frames(*args)) or drawn[-1])
+    monkeypatch.setattr("vmd.board_figures.board_frames", lambda *args: drawn.append(board_frames(*args)) or drawn[-1])
     load(monkeypatch, oracle(wrong))
     done = vmd(*solve(text(SMALL.puzzle[1]), "--animate", tmp_path / "a.gif", "--tries", 30))
     assert done.code == code

@@ -1,15 +1,14 @@
-from vmd.tables import (
+from vmd.experiments.tables import (
     accuracy_and_kl,
     data_name,
     detail_table,
     find,
     merged_table,
     number,
-    print_table,
     printed,
     summary_table,
-    to_markdown,
 )
+from vmd.terminal import print_table, to_markdown
 
 
 def row(metric: str, value: float, system: str = "VMD", paper: float | None = None, preset: str = "ours", **setting) -> dict:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import NO_LATENT, all_sequences, codes, tiny_model
 from vmd.config import InvalidInput
-from vmd.text_quality import (
+from vmd.experiments.text_quality import (
     conditional_entropy,
     distinct_share,
     js_divergence,

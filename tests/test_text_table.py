@@ -17,22 +17,19 @@ import torch
 
 from command import refused, settings, succeeds, vmd
 from helpers import close
-from vmd import figures, text_figures, text_samples, text_systems, text_table
 from vmd.config import DataConfig, InvalidInput, RunConfig, flatten, from_dict, to_dict
-from vmd.counting import counted_bits, counted_nats
 from vmd.data import TextData
-from vmd.figures import draw_figures
-from vmd.files import write_atomically
-from vmd.likelihood import in_bits, nll_bound
-from vmd.model import VMD
-from vmd.paired import NATS_FILE, write_nats
-from vmd.report import section, update_readme
-from vmd.systems import goes_on, is_of, read_done
-from vmd.tables import model_size, render, text_bits_table, text_samples_table, text_summary, text_tables
-from vmd.text_figures import scan_curves, scan_groups
-from vmd.text_quality import Quality, judged_bits, random_letters, text_quality
-from vmd.text_samples import SAMPLES_FILE, known, vocabulary
-from vmd.text_systems import (
+from vmd.experiments import figures, text_figures, text_samples, text_systems, text_table
+from vmd.experiments.counting import counted_bits, counted_nats
+from vmd.experiments.figures import draw_figures
+from vmd.experiments.paired import NATS_FILE, write_nats
+from vmd.experiments.report import section, update_readme
+from vmd.experiments.systems import goes_on, is_of, read_done
+from vmd.experiments.tables import model_size, render, text_bits_table, text_samples_table, text_summary, text_tables
+from vmd.experiments.text_figures import scan_curves, scan_groups
+from vmd.experiments.text_quality import Quality, judged_bits, random_letters, text_quality
+from vmd.experiments.text_samples import SAMPLES_FILE, known, vocabulary
+from vmd.experiments.text_systems import (
     FULL,
     PAPER,
     QUICK,
@@ -46,7 +43,10 @@ from vmd.text_systems import (
     read_text,
     step_counts,
 )
-from vmd.text_table import objective_nats
+from vmd.experiments.text_table import objective_nats
+from vmd.files import write_atomically
+from vmd.likelihood import in_bits, nll_bound
+from vmd.model import VMD
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = [system.name for system in SYSTEMS if not system.second_seed and not system.slow]  # of a quick table
@@ -573,7 +573,7 @@ def test_a_table_grows_by_the_differences_of_systems_whose_nats_are_kept(whole, 
 
 
 def test_differences_are_computed_once_and_outlive_their_files(whole, copied, monkeypatch):
-    monkeypatch.setattr("vmd.paired.read_nats", lambda *rest: 1 / 0)
+    monkeypatch.setattr("vmd.experiments.paired.read_nats", lambda *rest: 1 / 0)
     run_table(whole.source, copied, "--resume", only=("AR",))
     assert read(copied)["rows"] == whole.results["rows"]
     for gone in ("AR", REFERENCE):

@@ -34,6 +34,7 @@ from vmd.terminal import (
     parse_counts,
     parse_seeds,
     pick_device,
+    print_table,
     prompt_row,
     saved,
     say,
@@ -119,10 +120,10 @@ def reproduce(
     settings: Settings = None,
 ) -> None:
     """Train and evaluate a table of the paper; write results.json, table.md and figures."""
-    from vmd.figures import draw_figures
+    from vmd.experiments.controlled import TABLES, reproduce
+    from vmd.experiments.figures import draw_figures
+    from vmd.experiments.tables import summary_table
     from vmd.plotting import pyplot
-    from vmd.reproduce import TABLES, reproduce
-    from vmd.tables import print_table, summary_table
 
     require_choice("NAME", name, (*TABLES, "sudoku", "text", "text-scan"))
     require(not several_processes(), "vmd reproduce runs in one process: start it without torchrun")
@@ -151,12 +152,12 @@ def reproduce(
             "on_note": say,
         }
         if name == "sudoku":
-            from vmd.puzzle_table import reproduce_sudoku
+            from vmd.experiments.puzzle_table import reproduce_sudoku
 
             with no_arguments(), working_in(folder):
                 results = reproduce_sudoku(data=Path(data or "data/sudoku"), **options)
         else:
-            from vmd.text_table import reproduce_text
+            from vmd.experiments.text_table import reproduce_text
 
             with no_arguments(), working_in(folder):
                 results = reproduce_text(table=name, data=data or "", **options)
@@ -458,7 +459,6 @@ def evaluate(
     from vmd.model import VMD, model_folder
     from vmd.progress import progress_bar
     from vmd.scoring import difference_rows, require_comparable
-    from vmd.tables import print_table
 
     least = max(2, int(os.environ["WORLD_SIZE"]) if several_processes() else 1)
     require(n >= least, f"--n {n}: expected at least {least}")
@@ -555,7 +555,7 @@ def evaluate(
         record |= {"entropy": entropy, "rows": scores, "latent": latent}
         write_atomically(json_out, json.dumps(record, indent=1))
     if plot is not None and not isinstance(loaded_data, SudokuData):
-        from vmd.figures import draw_scores
+        from vmd.plotting import draw_scores
 
         title = f"{model} on {data}" + (f", z {z}" if loaded.config.has_latent else "")
         draw_scores(
@@ -609,7 +609,7 @@ def plot(
     against: Annotated[str, typer.Option(help="step or seconds.")] = "step",
 ) -> None:
     """Draw the training curves of runs over each other."""
-    from vmd.figures import draw_curves
+    from vmd.plotting import draw_curves
 
     require_choice("--against", against, ("step", "seconds"))
     require(out.suffix == ".png", f"--out {out}: expected a path ending in .png")
@@ -729,10 +729,10 @@ def bench(
 
     from vmd import __version__
     from vmd.bench import NAIVE_SAMPLING, NAIVE_TRAINING, run_bench, to_count
+    from vmd.experiments.tables import bench_table
     from vmd.files import write_atomically
     from vmd.presets import preset as preset_of
     from vmd.progress import progress_bar
-    from vmd.tables import bench_table, print_table
 
     require_choice("WHAT", what, ("train", "sample"))
     require(not several_processes(), "vmd bench runs in one process: start it without torchrun")
@@ -804,10 +804,10 @@ def report(
     import shutil
     from tempfile import TemporaryDirectory
 
-    from vmd.figures import draw_figures
+    from vmd.experiments.figures import draw_figures
+    from vmd.experiments.report import as_written, read_results, renewed, update_readme
+    from vmd.experiments.tables import render
     from vmd.files import write_atomically
-    from vmd.report import as_written, read_results, renewed, update_readme
-    from vmd.tables import render
 
     require(results.is_dir(), f"{results}: no such folder: expected results of `vmd reproduce`")
     made: dict[Path, bytes] = {}  # all of it first: what is damaged must not leave half of the files renewed

@@ -22,7 +22,7 @@ from vmd.files import write_atomically
 from vmd.model import SHIPPED, VMD
 from vmd.progress import percent_bar, progress_bar
 from vmd.sampling import Chosen, Inputs, Noise, Rule, check_settings, choose, reveal_counts, sums_codes
-from vmd.tables import print_table
+from vmd.terminal import print_table
 
 
 class Solved(NamedTuple):
@@ -275,7 +275,7 @@ def solve_one(model: VMD, puzzle: Tensor, animate: Path | None, options: dict[st
         if can_be is None:
             say("whether it has a solution at all would take longer to say")
     if animate is not None:
-        from vmd.puzzle_figures import animate_board
+        from vmd.board_figures import animate_board
 
         shown = frames[int(found.tries[0]) - 1 if solved else 0]  # the try that wrote the grid
         with percent_bar("drawing the animation") as on_frame:

@@ -1,11 +1,11 @@
-"""What commands share: words on the terminal, devices, prompts, and what a model's folder says of it."""
+"""What commands share: words and tables on the terminal, devices, prompts, and what a model's folder says of it."""
 
 import itertools
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -338,6 +338,31 @@ def write_array(path: Path, tokens: Any) -> None:
     buffer = io.BytesIO()
     np.save(buffer, tokens.cpu().numpy())
     write_atomically(path, buffer.getvalue())
+
+
+def to_markdown(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] * len(headers)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n" for cells in (headers, rule, *lines)
+    )
+
+
+def print_table(headers: Sequence[str], lines: Sequence[Sequence[str]], title: str = "") -> None:
+    """To stdout, drawn by rich on a terminal and as markdown elsewhere."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console()
+    if not console.is_terminal:
+        print(to_markdown(headers, lines), end="")
+        return
+    table = RichTable(title=title or None)
+    table.add_column(headers[0], min_width=min(30, max(len(cells[0]) for cells in lines)))
+    for header in headers[1:]:
+        table.add_column(header)
+    for cells in lines:
+        table.add_row(*cells)
+    console.print(table)
 
 
 def lost_others(error: Exception) -> bool:

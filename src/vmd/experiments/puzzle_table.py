@@ -30,15 +30,7 @@ from vmd.data.sudoku import (
     valid,
 )
 from vmd.evaluation import rows_per_pass
-from vmd.files import make_folder, read_json, write_atomically
-from vmd.metrics import share_error
-from vmd.model import VMD
-from vmd.presets import preset
-from vmd.progress import progress_bar
-from vmd.sampling import ORDERS
-from vmd.solving import Frame, solve_puzzles
-from vmd.step import check_precision, fast_settings, precision, uncompiled
-from vmd.systems import (
+from vmd.experiments.systems import (
     chosen_names,
     collect,
     goes_on,
@@ -49,6 +41,14 @@ from vmd.systems import (
     run_systems,
     write_results,
 )
+from vmd.files import make_folder, read_json, write_atomically
+from vmd.metrics import share_error
+from vmd.model import VMD
+from vmd.presets import preset
+from vmd.progress import progress_bar
+from vmd.sampling import ORDERS
+from vmd.solving import Frame, solve_puzzles
+from vmd.step import check_precision, fast_settings, precision, uncompiled
 from vmd.training import train
 
 NO_Z, GAUSSIAN, LEARNED, CODES = "no z", "Gaussian", "Gaussian, learned prior", "codes"

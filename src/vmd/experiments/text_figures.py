@@ -4,8 +4,8 @@ import math
 import re
 from pathlib import Path
 
+from vmd.experiments.tables import as_trained
 from vmd.plotting import GRID, INK, pyplot, save
-from vmd.tables import as_trained
 
 
 def look_of_system(run: dict) -> dict:

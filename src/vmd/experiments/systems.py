@@ -14,8 +14,8 @@ import torch
 from vmd import __version__
 from vmd.checkpoints import checkpoint_files, require_same_config
 from vmd.config import InvalidInput, RunConfig, require, to_dict, with_new_fields
+from vmd.experiments.tables import render
 from vmd.files import hardware, read_json, write_atomically
-from vmd.tables import render
 
 RESULTS_FILE = "results.json"
 

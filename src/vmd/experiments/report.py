@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vmd.config import InvalidInput, require
+from vmd.experiments.tables import WITH_OWN_TABLES, bench_table, merged_table, provenance, summary_table
 from vmd.files import read_json, write_atomically
-from vmd.tables import WITH_OWN_TABLES, bench_table, merged_table, provenance, summary_table, to_markdown
+from vmd.terminal import to_markdown
 
 RESULTS_FILE = "results.json"
 # `results:NAME of A; B; C`: only these of the table's systems, as they are called there, in this order.

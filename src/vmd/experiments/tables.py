@@ -1,7 +1,8 @@
 """Results as tables: one structure (headers, rows of text), shown as markdown or in the terminal. Imports no torch."""
 
 import shlex
-from collections.abc import Sequence
+
+from vmd.terminal import to_markdown
 
 Table = tuple[list[str], list[list[str]]]
 
@@ -494,13 +495,6 @@ def text_samples_table(results: dict) -> Table:
     return ["system", "steps per block", "NFE", "rule", *(name for name, _ in SAMPLE_METRICS.values())], lines
 
 
-def to_markdown(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---"] * len(headers)
-    return "".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n" for cells in (headers, rule, *lines)
-    )
-
-
 def bench_table(record: dict) -> tuple[list[str], list[list[str]]]:
     """What was measured, for people."""
     training = record["what"] == "train"
@@ -532,21 +526,3 @@ def bench_table(record: dict) -> tuple[list[str], list[list[str]]]:
             line.append(f"{row['times_naive']:.1f} x as fast" if "naive" in row else "-")
         lines.append(line)
     return headers, lines
-
-
-def print_table(headers: Sequence[str], lines: Sequence[Sequence[str]], title: str = "") -> None:
-    """To stdout, drawn by rich on a terminal and as markdown elsewhere."""
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    console = Console()
-    if not console.is_terminal:
-        print(to_markdown(headers, lines), end="")
-        return
-    table = RichTable(title=title or None)
-    table.add_column(headers[0], min_width=min(30, max(len(cells[0]) for cells in lines)))
-    for header in headers[1:]:
-        table.add_column(header)
-    for cells in lines:
-        table.add_row(*cells)
-    console.print(table)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from vmd import __version__
-from vmd.ablations import ablation_runs, evaluate_ablation
 from vmd.config import RunConfig, override_all, require, require_choice, require_range, to_dict
 from vmd.data.synthetic import Law, law
 from vmd.ensemble import Ensemble
+from vmd.experiments.ablations import ablation_runs, evaluate_ablation
+from vmd.experiments.tables import render
 from vmd.files import hardware, make_folder, read_json, write_atomically
 from vmd.masking import Rows
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities
@@ -28,7 +29,6 @@ from vmd.model import VMD
 from vmd.presets import FAMILIES, FOUR_TOKEN, TWO_TOKEN, synthetic
 from vmd.progress import progress_bar
 from vmd.step import check_precision
-from vmd.tables import render
 from vmd.training import train
 
 # What the paper prints: (system, data, block size, steps per block) -> accuracy in percent, KL in nats.

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, RunConfig, require
-from vmd.counting import counted_bits, counted_nats, longest_ngram
 from vmd.data import TextData
 from vmd.evaluation import rows_per_pass
+from vmd.experiments.counting import counted_bits, counted_nats, longest_ngram
+from vmd.experiments.text_quality import Quality, judged_bits, random_letters, text_quality, words_of
+from vmd.experiments.text_systems import JUDGE, System, folder_of, step_counts
 from vmd.files import write_atomically
 from vmd.model import VMD, WEIGHTS_FILE
 from vmd.progress import progress_bar
 from vmd.sampling import RULES
 from vmd.step import precision
-from vmd.text_quality import Quality, judged_bits, random_letters, text_quality, words_of
-from vmd.text_systems import JUDGE, System, folder_of, step_counts
 
 SAMPLES_FILE = "samples.jsonl.xz"  # small enough to be kept with the results, so that another judge can read them
 LAST = {"judged_bits": 1, "counted_bits": 2}

@@ -17,13 +17,8 @@ from torch import Tensor
 from vmd.config import InvalidInput, RunConfig, require, with_new_fields
 from vmd.data import TextData
 from vmd.evaluation import rows_per_score
-from vmd.files import make_folder, read_json
-from vmd.likelihood import Bits, in_bits, nll_bound
-from vmd.masking import draw_masks
-from vmd.model import VMD, WEIGHTS_FILE
-from vmd.paired import NATS_FILE, pair_all, write_nats
-from vmd.progress import progress_bar
-from vmd.systems import (
+from vmd.experiments.paired import NATS_FILE, pair_all, write_nats
+from vmd.experiments.systems import (
     RESULTS_FILE,
     chosen_names,
     collect,
@@ -36,7 +31,7 @@ from vmd.systems import (
     run_systems,
     write_results,
 )
-from vmd.text_samples import (
+from vmd.experiments.text_samples import (
     count_all,
     judge_all,
     sample_rows,
@@ -47,7 +42,7 @@ from vmd.text_samples import (
     yardstick_texts,
     yardsticks,
 )
-from vmd.text_systems import (
+from vmd.experiments.text_systems import (
     FULL,
     JUDGE,
     PAPER,
@@ -65,6 +60,11 @@ from vmd.text_systems import (
     step_counts,
     with_frozen_base,
 )
+from vmd.files import make_folder, read_json
+from vmd.likelihood import Bits, in_bits, nll_bound
+from vmd.masking import draw_masks
+from vmd.model import VMD, WEIGHTS_FILE
+from vmd.progress import progress_bar
 from vmd.training import train
 
 
