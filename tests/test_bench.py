@@ -267,7 +267,7 @@ def test_kernels_are_chosen_where_their_tiles_fit(name, shared, attention, monke
 
 
 def test_the_command_is_kept_without_where_its_record_goes(tmp_path):
-    from vmd.cli import without
+    from vmd.commands.bench import without
 
     plain = ["bench", "sample", "--batch", "2", "--set", "a=--json"]
     for extra in (["--json", "./x.json"], ["--json=y.json"], []):

@@ -105,6 +105,7 @@ assert "torch" not in sys.modules
         "vmd.terminal",
         "vmd.runs",
         "vmd.cli",
+        "vmd.commands.train",
     ],
 )
 def test_modules_that_say_so_import_no_torch(module):
@@ -883,7 +884,11 @@ def test_training_deletes_no_file_it_did_not_write(here):
 
 
 def test_seeds_are_counted_or_named():
-    assert (cli.parse_seeds("3"), cli.parse_seeds("100,101"), cli.parse_seeds("7,")) == ((0, 1, 2), (100, 101), (7,))
+    assert (terminal.parse_seeds("3"), terminal.parse_seeds("100,101"), terminal.parse_seeds("7,")) == (
+        (0, 1, 2),
+        (100, 101),
+        (7,),
+    )
 
 
 def test_a_run_with_only_damaged_checkpoints_is_not_resumed(trained, run, here):
@@ -910,9 +915,9 @@ def test_prompts_are_read_as_ids_or_names():
 
 
 def test_tokens_are_shown_as_ids_or_names():
-    assert cli.show([0, 2, 1], ModelConfig(vocab_size=2)) == "0 _ 1"
-    assert cli.show([0, 2, 1], ModelConfig(vocab_size=2, symbols=("a", "b"))) == "a _ b"
-    assert cli.show([0, 2, 2, 1], ModelConfig(vocab_size=2), CharTokenizer("ab")) == "a__b"
+    assert terminal.show([0, 2, 1], ModelConfig(vocab_size=2)) == "0 _ 1"
+    assert terminal.show([0, 2, 1], ModelConfig(vocab_size=2, symbols=("a", "b"))) == "a _ b"
+    assert terminal.show([0, 2, 2, 1], ModelConfig(vocab_size=2), CharTokenizer("ab")) == "a__b"
 
 
 # Curves

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from command import ROOT, Finished, refused, settings, succeeds
 from helpers import codes, latent, learned_prior, random_law, tiny_config
-from vmd import cli, distributed, splitting, step
+from vmd import distributed, splitting, step, terminal
 from vmd.checkpoints import checkpoint_files
 from vmd.config import InvalidInput, LatentConfig, ObjectiveConfig, RunConfig, TrainingConfig
 from vmd.data import ArrayData, Dataset
@@ -265,8 +265,8 @@ def test_tables_are_reproduced_by_one_process(here, monkeypatch):
 def test_half_an_environment_of_torchrun_means_nothing(size, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.delenv("RANK", raising=False)
-    assert not cli.several_processes()
-    assert cli.first_process()
+    assert not terminal.several_processes()
+    assert terminal.first_process()
 
 
 def test_what_the_first_process_cannot_do_fails_all(monkeypatch):
