@@ -48,13 +48,17 @@ def tiny_model(length: int = 4, block_size: int = 2, vocab_size: int = 5, z: Lat
     return VMD(tiny_config(length, block_size, vocab_size, z), seed=seed).eval()
 
 
-@torch.no_grad()
 def strong_model(
     length: int = 4, block_size: int = 2, vocab_size: int = 3, z: LatentConfig = NO_LATENT, seed: int = 0
 ) -> VMD:
     """A random model whose predictions and prior depend strongly on what is revealed, and on the latent."""
-    shape = tiny_config(length, block_size, vocab_size, z, layers=max(2, z.code_layers + 1))
-    model = VMD(shape, seed=seed).eval()
+    return strengthened(
+        VMD(tiny_config(length, block_size, vocab_size, z, layers=max(2, z.code_layers + 1)), seed=seed).eval()
+    )
+
+
+@torch.no_grad()
+def strengthened(model: VMD) -> VMD:
     factors = {
         "decoder.head.weight": 4,
         "pathway.out.weight": 3,

@@ -13,9 +13,11 @@ import typer
 from safetensors.torch import load_file, save_file
 
 from command import TINY, refused, save_rows, settings, succeeds, vmd
+from helpers import strengthened
 from vmd import cli, terminal
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict
 from vmd.data.tokenizers import CharTokenizer
+from vmd.model import VMD
 
 COMMANDS = {command.name: command for command in typer.main.get_command(cli.app).commands.values()}
 
@@ -993,6 +995,17 @@ def test_z_is_drawn_as_it_was_trained(trained, z, here):
     assert f"z {z}" in succeeds("sample", "run", "-n", "1", "--steps", "2").err
     assert "z once" in succeeds("sample", "run", "-n", "1").err  # in one step there is no difference
     assert f"z {z}" in succeeds("evaluate", "run", "--data", "poker", "--steps", "2", "--n", "4", "--rows", "4").out
+    model = VMD.from_pretrained("run")
+    model.shortened(2).save_pretrained("copy")
+    described = json.loads((here / "run" / "config.json").read_text())
+    (here / "run" / "config.json").write_text(json.dumps({key: described[key] for key in ("format", "model")}))
+    for same in (model, VMD.from_pretrained("copy"), VMD.from_pretrained("run")):  # also as older ones were written
+        assert same.usual_z == z
+    strengthened(model)
+    by_default, asked = (model.sample(200, steps=2, seeds=range(200), **how).tokens for how in ({}, {"z": z}))
+    assert torch.equal(by_default, asked)
+    other = model.sample(200, steps=2, seeds=range(200), z={"once": "fresh", "fresh": "once"}[z]).tokens
+    assert not torch.equal(by_default, other)
 
 
 def test_one_can_watch_a_sample_appear(run):

@@ -486,7 +486,7 @@ def test_a_token_that_all_codes_together_doubt_waits(order):
         second = torch.eye(3)[[0, 1, 1, 1]].clamp(min=1e-6)  # of one code in four a token of its own
         first = torch.tensor([0.6, 0.2, 0.2]).expand(4, 3)
         model.decoder.pathway.code_table.weight.copy_(torch.stack([first, second], 1).log().flatten(1))
-    drawn = model.sample(400, steps=2, order=order, rule="argmax", trace=True, generator=seeded())
+    drawn = model.sample(400, steps=2, z="once", order=order, rule="argmax", trace=True, generator=seeded())
     of_the_one = drawn.tokens[:, 1] == 0
     assert 0.15 < float(of_the_one.double().mean()) < 0.35
     assert (drawn.trace[0].revealed[:, 1] == ~of_the_one).all()

@@ -69,6 +69,7 @@ class VMD(nn.Module):
         config = config.resolved(config.length, config.vocab_size)
         self.config = config
         self.tokenizer: Tokenizer | None = None  # of a model of text: `model.tokenizer.decode(row)` is what it wrote
+        self.usual_z = usual_z({}, config)  # how z is drawn in several steps; training by steps may make it another
         self.stopped_at: int | None = None  # the step of a run that is not finished, if it is one's newest checkpoint
         self.decoder = CodeDecoder(config) if config.latent.coded else Decoder(config)
         gaussian = config.latent.kind == "gaussian"
@@ -258,7 +259,7 @@ class VMD(nn.Module):
             model = VMD(replace(c, length=length))
         own = {name: w[:length] if name.endswith("position.weight") else w for name, w in self.state_dict().items()}
         model.load_state_dict(own, assign=True)
-        model.tokenizer = self.tokenizer
+        model.tokenizer, model.usual_z = self.tokenizer, self.usual_z
         return model.to(self.device).train(self.training)
 
     def parameter_counts(self) -> dict[str, int]:
@@ -283,7 +284,8 @@ class VMD(nn.Module):
             write_atomically(folder / TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()))
         elif is_ours(folder / TOKENIZER_FILE):  # of a model that was here before
             remove_together([folder / TOKENIZER_FILE], folder)
-        write_atomically(folder / CONFIG_FILE, json.dumps({"format": "vmd", "model": to_dict(self.config)}, indent=2))
+        described = {"format": "vmd", "model": to_dict(self.config), "usual_z": self.usual_z}
+        write_atomically(folder / CONFIG_FILE, json.dumps(described, indent=2))
         return folder
 
     @classmethod
@@ -309,9 +311,29 @@ class VMD(nn.Module):
             weights = read_tensors(source)
         load_weights(model, weights, source)
         model.stopped_at = step
+        model.usual_z = said_z(folder, described) or model.usual_z
         model.tokenizer = model_tokenizer(folder)
         require_same_tokens(model, model.tokenizer, str(folder / TOKENIZER_FILE))
         return model.to(device)
+
+
+def usual_z(objective: dict, config: ModelConfig) -> str:
+    """How z is best drawn over several steps: codes that were trained on half-filled blocks are drawn afresh for each."""
+    by_steps = objective.get("masking") == "steps"
+    one_step = by_steps and objective.get("steps") in ([1], (1,), None)
+    whole = by_steps and objective.get("z") == "once"
+    return "fresh" if config.latent.coded and not one_step and not whole else "once"
+
+
+def said_z(folder: Path, described: dict) -> str | None:
+    """How a model's z is drawn, by what was written beside it, or by its run: older ones wrote nothing."""
+    if described.get("usual_z") in ("once", "fresh"):
+        return described["usual_z"]
+    run = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+    objective = run.get("objective") if isinstance(run, dict) else None
+    return (
+        usual_z(objective, from_dict(ModelConfig, described.get("model"), "model")) if isinstance(objective, dict) else None
+    )
 
 
 RECORDED = 16  # steps of a batch from which on recording them pays

@@ -20,7 +20,6 @@ from vmd.terminal import (
     say,
     short,
     unit_of,
-    usual_z,
     work_of_codes,
 )
 
@@ -108,9 +107,9 @@ def look_at_validation(model: Any, run: RunConfig, tokenizer: Any, seen: list[tu
     steps = sorted(run.objective.steps if run.objective.masking == "steps" else {1, r} if r <= 16 else {r})
 
     unit = unit_of(held_out.tokenizer)
-    z = usual_z(to_dict(run)["objective"], model.config) if max(steps) > 1 else "once"
 
     def look(step: int) -> dict[str, float]:
+        z = model.usual_z if max(steps) > 1 else "once"
         found = bits_in_passing(model, rows, steps, z, fixed)
         bits = ", ".join(f"{found[f'bits_{n}']:.3f} in {n} step{'s' if n > 1 else ''} per block" for n in steps)
         seen.append((found[f"bits_{steps[0]}"], step))

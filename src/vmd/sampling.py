@@ -383,7 +383,7 @@ def sample(
     rule: str = "sample",
     temperature: float = 1.0,
     top_p: float = 1.0,
-    z: str = "once",
+    z: str | None = None,
     revise: bool = False,
     order_noise: float = 0.0,
     cache: bool = True,
@@ -404,7 +404,8 @@ def sample(
         or a function of your own, of probabilities (..., r, V) to scores (..., r): the highest stay; it is not recorded.
         With codes and argmax, confidence in a token is summed over codes (unless they enter before the output layer).
     rule: argmax (the paper's) or sample (temperature, top_p).
-    z: drawn once per block (the paper's), fresh for every step, or at every step the likeliest of its prior.
+    z: drawn once per block (the paper's), fresh for every step, or at every step the likeliest of its prior. By default as
+        suits how the model was trained: fresh for codes, but for those of one step and of z that is kept, else once.
     revise: a step keeps the surest of all tokens of the block so far, and masks again what an earlier one wrote and the
         model has come to doubt (as in Ye et al. 2025). Such samples have no certified likelihood.
     order_noise: Gumbel noise on the confidences (log p for prob), this much times the share of steps that are still to come,
@@ -416,6 +417,7 @@ def sample(
     desk: of an earlier batch of as many rows, to use what it recorded.
     """
     config = model.config
+    z = z or str(getattr(model, "usual_z", "once") if steps != 1 else "once")
     check_settings(config, steps, order, rule, z, temperature, top_p)
     check_prompt(prompt, config)
     require(generator is None or seeds is None, "generator and seeds: expected one of the two")

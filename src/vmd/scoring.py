@@ -31,7 +31,8 @@ def evaluate(
     """{steps per block: certified bits per token}, with standard errors, of the sampler in random order, rule sample.
 
     Of data as `vmd.load_data` gives it, of rows of tokens (n, L), or of a text, cut into rows, by a model of text. z: fresh
-    for every step, as by default for codes, or once per block, as for a Gaussian, whose bound may have several `samples`.
+    for every step, as by default for codes, or once per block, as for a Gaussian, whose bound may have several `samples`,
+    and for codes that were trained so.
     `against`: the bits of another model are taken off, row by row of the same data and by the same orders if its blocks are
     of the same size, and the errors are those of the differences.
     """
@@ -41,7 +42,7 @@ def evaluate(
     counts = list(steps) if isinstance(steps, (tuple, list)) else [steps]
     require(bool(counts) and all(map(is_whole, counts)), f"steps={steps!r}: expected a whole number of steps, or several")
     require(is_whole(rows) and rows >= 1, f"rows={rows!r}: expected a whole number, at least 1")
-    models = [(one, how or ("fresh" if one.config.latent.kind != "gaussian" else "once")) for one, how in models]
+    models = [(one, how or (one.usual_z if one.config.has_latent else "fresh")) for one, how in models]
     for one, how in models:
         for count in counts:
             check(one.config, count, how, samples)

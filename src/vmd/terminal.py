@@ -82,14 +82,6 @@ def trained_fixed(folder: Path) -> str:
     return found if isinstance(found, str) else ""
 
 
-def usual_z(objective: dict, config: Any) -> str:
-    """How z is best drawn over several steps: codes that were trained on half-filled blocks are drawn afresh for each."""
-    by_steps = objective.get("masking") == "steps"
-    one_step = by_steps and objective.get("steps") in ([1], None)
-    whole = by_steps and objective.get("z") == "once"
-    return "fresh" if config.latent.coded and not one_step and not whole else "once"
-
-
 def saved_data(folder: Path) -> dict:
     return saved(folder, "data")
 

@@ -38,7 +38,7 @@ from vmd.distributed import (
 )
 from vmd.ensemble import Ensemble
 from vmd.files import TOKENIZER_FILE, claimed, make_folder, read_json, read_text, to_path, write_atomically
-from vmd.model import VMD, of_backbone, require_same_tokens, start_from
+from vmd.model import VMD, of_backbone, require_same_tokens, start_from, usual_z
 from vmd.objective import Loss
 from vmd.optimizers import make_optimizer
 from vmd.progress import progress_bar
@@ -174,6 +174,8 @@ def train(
     if isinstance(data, TextData) and isinstance(model, VMD):  # what it learns to write, it can be read with
         require_same_tokens(model, data.tokenizer, data.name)
         model.tokenizer = data.tokenizer
+    if isinstance(model, VMD):
+        model.usual_z = usual_z(to_dict(objective), model.config)
     rows = my_rows(training.batch_size) if world_size() > 1 else None
     leads = rank() == 0  # one process writes what all have done
     learned = [(p, p.requires_grad) for p in model.parameters()]

@@ -18,12 +18,10 @@ from vmd.terminal import (
     parse_counts,
     pick_device,
     print_table,
-    saved,
     say,
     several_processes,
     trained_fixed,
     unit_of,
-    usual_z,
 )
 
 
@@ -99,7 +97,7 @@ def evaluate(
     note_unfinished(loaded, folder)
     require(z is None or loaded.config.has_latent, f"--z {z}: expected with a model that has a latent")
     asked_z = z
-    z = z or (usual_z(saved(folder, "objective"), loaded.config) if max(counts) > 1 else "once")
+    z = z or (loaded.usual_z if max(counts) > 1 else "once")
     with one_after_the_first():  # who prepares the data for all
         loaded_data = data_to_score(folder, loaded, data, split)
     if isinstance(loaded_data, SudokuData):
@@ -115,7 +113,7 @@ def evaluate(
         other, there = VMD.from_pretrained(against, device=loaded.device), model_folder(against)
         note_unfinished(other, there)
         require_comparable(loaded, other)
-        other_z = asked_z or (usual_z(saved(there, "objective"), other.config) if max(counts) > 1 else "once")
+        other_z = asked_z or (other.usual_z if max(counts) > 1 else "once")
     with progress_bar(f"vmd evaluate {model}, percent", 100) as update:
 
         def on_part(done: float, total: int) -> None:

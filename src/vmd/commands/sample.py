@@ -14,11 +14,9 @@ from vmd.terminal import (
     note_unfinished,
     pick_device,
     prompt_row,
-    saved,
     say,
     show,
     trained_fixed,
-    usual_z,
     visible,
     write_array,
 )
@@ -93,7 +91,7 @@ def sample(
     config = loaded.config
     rule = rule or ("argmax" if config.latent.kind == "gaussian" else "sample")
     require(z is None or config.has_latent, f"--z {z}: expected with a model that has a latent")
-    z = z or (usual_z(saved(folder, "objective"), config) if steps > 1 else "once")
+    z = z or (loaded.usual_z if steps > 1 else "once")
     deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
     if prompt is not None and deaf:
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
