@@ -14,10 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from command import TINY, refused, save_rows, settings, succeeds, vmd
 from helpers import strengthened
-from vmd import cli, terminal
-from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict
+from vmd import cli, presets, terminal
+from vmd.config import InvalidInput, ModelConfig, override_all
+from vmd.data import ArrayData, load_data
 from vmd.data.tokenizers import CharTokenizer
 from vmd.model import VMD
+from vmd.runs import run_as_it_began
+from vmd.training import train
 
 COMMANDS = {command.name: command for command in typer.main.get_command(cli.app).commands.values()}
 
@@ -239,7 +242,7 @@ def test_a_run_writes_its_files(trained):
 
 
 def test_run_json_holds_the_resolved_configuration(trained):
-    run = from_dict(RunConfig, json.loads((trained / "run.json").read_text()))
+    run = run_as_it_began(trained / "run.json")
     assert (run.model.vocab_size, run.model.length, run.model.block_size) == (5, 4, 4)
     assert (run.model.layers, run.model.width, run.training.steps, run.training.batch_size) == (1, 16, 6, 8)
     assert run.data.name == str(trained.parent / "rows.npy")
@@ -680,8 +683,6 @@ def test_two_models_are_compared_row_by_row(run, here):
     assert apart[0]["value"] == pytest.approx(means["other"][0] - means[str(run)][0], abs=1e-6)  # one step has no chance
     assert apart[0]["value"] != 0
     assert 0 < apart[0]["stderr"] < 1
-    told = refused(*words, "--against", run, "--fixed", "0", folder=here)
-    assert "--against" in told
     succeeds("train", "poker", "--out", "poker", *TINY)
     assert "against a model of rows of 2 of" in refused(*words, "--against", "poker", folder=here)
 
@@ -971,6 +972,93 @@ def test_what_was_given_in_training_is_given_in_evaluation(here):
     assert told.out == same.out != other.out
     assert "positions 0:2 given" in succeeds("sample", "run", "-n", "1").err
     assert "--fixed='9'" in refused("evaluate", "run", "--data", "rows.npy", "--fixed", "9", folder=here)
+
+
+def test_models_are_compared_given_the_same_positions(here):
+    """What one model was always given, another may have had to write."""
+    ours = ("array-mdm", "--data", "rows.npy", *TINY)  # without z there is no chance but in the order
+    succeeds("train", *ours, "--out", "free")
+    succeeds("train", *ours, "--out", "given", *settings("data.fixed=0:2"))
+    words = ("--data", "rows.npy", "--rows", "20", "--steps", "1")
+    for one, other in (("free", "given"), ("given", "free")):
+        assert "expected --fixed, for both" in refused("evaluate", one, *words, "--against", other, folder=here)
+
+    def bits(*more) -> list[float]:
+        succeeds("evaluate", *more, *words, "--fixed", "0:2", "--json", "scores.json")
+        scores = json.loads((here / "scores.json").read_text())["rows"]
+        assert all(row["fixed"] == "0:2" and "0:2 given" in row["about"] for row in scores)
+        return [row["value"] for row in scores if "steps" in row]
+
+    (free,), (given,), (_, apart) = bits("free"), bits("given"), bits("free", "--against", "given")
+    assert apart == pytest.approx(free - given, abs=1e-5)
+    assert free != given
+
+
+def test_scores_of_the_rows_that_were_trained_on_are_said_to_be(here):
+    succeeds("train", "--data", "rows.npy", "--out", "run", *TINY)
+    assert "what it was trained on" in succeeds("evaluate", "run", "--data", here / "rows.npy", "--rows", "20").err
+    save_rows(here / "others.npy")
+    assert "trained on" not in succeeds("evaluate", "run", "--data", "others.npy", "--rows", "20").err
+
+
+def test_an_array_that_has_changed_is_not_resumed(trained, run, here):
+    rows = np.load(trained.parent / "rows.npy")
+    np.save(here / "rows.npy", rows.astype(np.int16))  # the same tokens
+    again = ("train", "--data", here / "rows.npy", "--out", run, "--resume", *TINY, *settings("training.checkpoint_every=2"))
+    kept = json.loads((run / "run.json").read_text())
+    kept["data"]["name"] = str(here / "rows.npy")
+    (run / "run.json").write_text(json.dumps(kept))
+    for name in (run / "checkpoints").iterdir():
+        name.unlink()
+    succeeds(*again, *settings("training.steps=6"))
+    np.save(here / "rows.npy", rows[::-1])
+    assert "not the array that" in refused(*again, *settings("training.steps=8"), folder=run)
+
+
+def test_a_run_of_python_is_resumed_in_python(here):
+    rows = ArrayData(np.load("rows.npy"))
+    preset = override_all(presets.preset("array-mdm"), [word for word in TINY if word != "--set"])
+    train(VMD.for_data(preset.model, rows), rows, preset, out="run", on_step=lambda *_: None)
+    for more in ([], ["--data", "rows.npy"]):
+        told = refused("train", "--out", "run", "--resume", *more, folder=here)
+        assert "begun in Python" in told
+
+
+def test_gaps_of_tokens_are_filled_in_sight_of_later_blocks(here):
+    """The third token says what the first is: a block that was written before it cannot know."""
+    rows = np.random.default_rng(0).integers(5, size=(200, 4))
+    rows[:, 0] = rows[:, 2]
+    np.save("rows.npy", rows)
+    steps = settings("training.steps=120", "training.batch_size=64", "training.learning_rate=1e-2", "model.block_size=2")
+    succeeds("train", "array-mdm", "--data", "rows.npy", "--out", "run", *TINY, *steps)
+    told = succeeds("sample", "run", "-n", "50", "--prompt", "_ _ 3 _")
+    assert "no gap sees tokens of later blocks; --infill" in told.err
+    assert "later blocks" not in succeeds("sample", "run", "-n", "1", "--prompt", "3 _ _ _").err
+    filled = succeeds("sample", "run", "-n", "50", "--infill", "_ _ 3 _")
+    shares = [sum(line.split()[0] == "3" for line in lines(out)) / 50 for out in (told.out, filled.out)]
+    assert shares[0] < 0.5 < 0.8 < shares[1]
+    assert all(line.split()[2] == "3" for line in lines(filled.out))
+    for wrong, says in (("_ _ 3", "--infill '_ _ 3' has 3 tokens"), ("1 2 3 4", "expected a _"), ("_ _ 9 _", "token id 9")):
+        assert says in refused("sample", "run", "--infill", wrong, folder=here)
+
+
+def test_names_with_spaces_are_prompted_with_commas(here):
+    np.save("rows.npy", np.random.default_rng(0).integers(3, size=(40, 2)))
+    names = settings("model.symbols=New York,Rome,Oslo")
+    succeeds("train", "--data", "rows.npy", "--out", "run", *TINY, *names)
+    assert succeeds("sample", "run", "-n", "1", "--prompt", "New York, _").out.startswith("New York ")
+    twice = refused("train", "--data", "rows.npy", *TINY, *settings("model.symbols=a,b,a"), folder=here)
+    assert "model.symbols: ['a'] twice" in twice
+
+
+@pytest.mark.parametrize("name", ["ROWS.CSV", "rows.NPY"])
+def test_a_suffix_may_be_in_capitals(name, here):
+    rows = np.load("rows.npy")
+    if name.endswith("CSV"):
+        Path(name).write_text("\n".join(",".join(map(str, row)) for row in rows))
+    else:
+        shutil.copy("rows.npy", name)
+    assert np.array_equal(load_data(name).tokens, rows)
 
 
 @pytest.mark.parametrize("words", ["--json scores.png", "--json folder", "--plot folder.png", "--json folder.json"])

@@ -24,7 +24,7 @@ from vmd.data.synthetic import d1, d2, dependence
 from vmd.data.tokenizers import CharTokenizer
 from vmd.diagnostics import advice, describe
 from vmd.evaluation import CERTIFIED, diagnose_model, evaluate_model
-from vmd.likelihood import enumerate_orders
+from vmd.likelihood import enumerate_orders, in_bits, nll_bound
 from vmd.model import VMD
 
 SURROGATE, BOUND = "surrogate (not a bound), bits per token", "bound at N = block size, bits per token"
@@ -344,6 +344,22 @@ def test_samples_and_z_are_those_asked_for():
     assert vmd.evaluate(coded, rows, steps=2)[2] == fresh != once
     assert vmd.evaluate(coded, rows, steps=2, z="once", against=coded, z_against="once")[2] == (0.0, 0.0)
     assert vmd.evaluate(coded, rows, steps=2, z="once", against=coded)[2].value == pytest.approx(once.value - fresh.value)
+
+
+def test_positions_that_are_given_cost_nothing():
+    """By default those that always were given in training."""
+    rows, model = random_tokens(40, 4, 3, seed=1), strong_model(4, 2, 3, codes())
+    nats = nll_bound(model, rows, 1, fixed=torch.tensor([True, False, False, False]))
+    given = vmd.evaluate(model, rows, fixed="0")[1]
+    assert given.value == pytest.approx(in_bits(nats, 3).value)
+    assert vmd.evaluate(model, rows)[1].value != given.value
+    other = strong_model(4, 2, 3, codes(), seed=1)
+    apart = vmd.evaluate(model, rows, fixed="0", against=other)[1]
+    assert apart.value == pytest.approx(given.value - vmd.evaluate(other, rows, fixed="0")[1].value)
+    model.fixed = "0"
+    assert vmd.evaluate(model, rows)[1] == given
+    with pytest.raises(InvalidInput, match="expected fixed=, for both"):
+        vmd.evaluate(model, rows, against=other)
 
 
 MODEL = tiny_model(vocab_size=3)

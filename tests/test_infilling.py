@@ -1,6 +1,7 @@
 """Gaps are filled in sight of the text on both sides, by a model that writes from left to right."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import vmd
 from vmd.config import InvalidInput, LatentConfig, ModelConfig
 from vmd.data.tokenizers import CharTokenizer
-from vmd.infilling import Stage, fit, gaps_of, stages
+from vmd.infilling import Stage, between_gaps, fit, gaps_of, stages
 from vmd.likelihood import nll_bound
 from vmd.model import VMD
 from vmd.network import Block
@@ -321,3 +322,15 @@ def test_an_underscore_with_a_backslash_is_no_gap():
     letters = CharTokenizer("abc_\\")
     for text, tokens in (("a_b", [0, -1, 1]), (r"a\_b_", [0, 3, 1, -1]), (r"\_", [3]), ("a\\b", [0, 4, 1])):
         assert gaps_of(text, letters).tolist() == tokens
+
+
+@given(st.lists(st.text(st.sampled_from("ab_\\"), max_size=4), min_size=1, max_size=4))
+def test_any_text_can_stand_between_gaps(parts):
+    r"""A _ that is no gap is written \_, and of backslashes before a _ or a gap two for one."""
+
+    def written(part: str, before_gap: bool) -> str:
+        held = re.sub(r"(\\*)_", lambda mark: 2 * mark[1] + r"\_", part)
+        return held + "\\" * (len(held) - len(held.rstrip("\\"))) * before_gap
+
+    text = "_".join(written(part, number < len(parts) - 1) for number, part in enumerate(parts))
+    assert between_gaps(text) == parts

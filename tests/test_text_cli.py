@@ -640,6 +640,13 @@ def test_a_step_that_does_not_fit_is_made_in_parts(source, tmp_path, monkeypatch
     assert json.loads((tmp_path / "chosen" / "run.json").read_text())["training"]["accumulate"] == 2
 
 
+def test_documents_that_lose_much_to_chunks_are_said_to(source, tmp_path):
+    text = tmp_path / "lines.txt"
+    text.write_text("\n\n".join("ab" * (5 + number % 7) for number in range(400)))
+    assert "left out" in train(text, tmp_path / "documents", "--set", "data.documents=true", "--set", "model.length=8").err
+    assert "left out" not in train(source, tmp_path / "stream").err
+
+
 def test_a_run_goes_on_as_it_began_whatever_the_machine_would_like(source, tmp_path, monkeypatch):
     """Its folder knows what it is trained on and how: nothing of that has to be said again."""
     run = tmp_path / "run"

@@ -1,6 +1,7 @@
 """Configurations: frozen dataclasses that any `--set section.field=value` can override. Imports no torch."""
 
 import dataclasses
+import itertools
 import json
 import math
 from dataclasses import dataclass, field
@@ -206,6 +207,9 @@ class ModelConfig:
             not self.symbols or not self.vocab_size or len(self.symbols) == self.vocab_size,
             f"model.symbols has {len(self.symbols)} names: expected one for each of the {self.vocab_size} token ids",
         )
+        names = sorted(self.symbols)
+        twice = [name for name, following in itertools.pairwise(names) if name == following]
+        require(not twice, f"model.symbols: {twice[:1]} twice: expected a name of its own for each token id")
 
     @property
     def blocks(self) -> int:

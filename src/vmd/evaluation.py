@@ -91,7 +91,9 @@ def evaluate_model(
         on_part(finished, len(parts))
         rows += part()
     on_part(len(parts), len(parts))
-    return rows
+    return (
+        rows if given is None else [a_row | {"about": f"{a_row['about']}, {fixed} given", "fixed": fixed} for a_row in rows]
+    )
 
 
 @torch.no_grad()

@@ -50,8 +50,14 @@ def stages(gap: Sequence[bool], block_size: int) -> list[Stage]:
 
 
 def between_gaps(text: str) -> list[str]:
-    """The parts of a text between its gaps, each of which is a _; one that is meant has a backslash before it."""
-    return [part.replace(r"\_", "_") for part in re.split(r"(?<!\\)_", text)]
+    r"""The parts of a text between its gaps, each of which is a _. One that is meant is \_, a backslash before a gap \\."""
+    parts, end = [""], 0
+    for mark in re.finditer(r"(\\*)_", text):
+        backslashes, meant = divmod(len(mark[1]), 2)  # two are one; one that is left over is for the _
+        parts[-1] += text[end : mark.start()] + "\\" * backslashes + "_" * meant
+        parts += [] if meant else [""]
+        end = mark.end()
+    return [*parts[:-1], parts[-1] + text[end:]]
 
 
 def gaps_of(text: str, tokenizer: Tokenizer | None) -> Tensor:

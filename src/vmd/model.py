@@ -70,6 +70,7 @@ class VMD(nn.Module):
         self.config = config
         self.tokenizer: Tokenizer | None = None  # of a model of text: `model.tokenizer.decode(row)` is what it wrote
         self.usual_z = usual_z({}, config)  # how z is drawn in several steps; training by steps may make it another
+        self.fixed = ""  # the positions that were always given in training, as data.fixed has them
         self.stopped_at: int | None = None  # the step of a run that is not finished, if it is one's newest checkpoint
         self.decoder = CodeDecoder(config) if config.latent.coded else Decoder(config)
         gaussian = config.latent.kind == "gaussian"
@@ -259,7 +260,7 @@ class VMD(nn.Module):
             model = VMD(replace(c, length=length))
         own = {name: w[:length] if name.endswith("position.weight") else w for name, w in self.state_dict().items()}
         model.load_state_dict(own, assign=True)
-        model.tokenizer, model.usual_z = self.tokenizer, self.usual_z
+        model.tokenizer, model.usual_z = self.tokenizer, self.usual_z  # positions may be beyond this length
         return model.to(self.device).train(self.training)
 
     def parameter_counts(self) -> dict[str, int]:
@@ -284,9 +285,18 @@ class VMD(nn.Module):
             write_atomically(folder / TOKENIZER_FILE, json.dumps(self.tokenizer.to_dict()))
         elif is_ours(folder / TOKENIZER_FILE):  # of a model that was here before
             remove_together([folder / TOKENIZER_FILE], folder)
-        described = {"format": "vmd", "model": to_dict(self.config), "usual_z": self.usual_z}
+        described = {"format": "vmd", "model": to_dict(self.config), "usual_z": self.usual_z, "fixed": self.fixed}
         write_atomically(folder / CONFIG_FILE, json.dumps(described, indent=2))
         return folder
+
+    def remember(self, folder: Path, described: dict) -> None:
+        """How it was trained, by what was written beside it, or by its run: older ones wrote nothing."""
+        run = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
+        objective, data = (run.get(part) if isinstance(run, dict) else None for part in ("objective", "data"))
+        z = usual_z(objective, self.config) if isinstance(objective, dict) else self.usual_z
+        fixed = described.get("fixed", data.get("fixed") if isinstance(data, dict) else "")
+        self.usual_z = described["usual_z"] if described.get("usual_z") in ("once", "fresh") else z
+        self.fixed = fixed if isinstance(fixed, str) else ""
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, device: str | torch.device = "cpu") -> "VMD":
@@ -311,7 +321,7 @@ class VMD(nn.Module):
             weights = read_tensors(source)
         load_weights(model, weights, source)
         model.stopped_at = step
-        model.usual_z = said_z(folder, described) or model.usual_z
+        model.remember(folder, described)
         model.tokenizer = model_tokenizer(folder)
         require_same_tokens(model, model.tokenizer, str(folder / TOKENIZER_FILE))
         return model.to(device)
@@ -323,17 +333,6 @@ def usual_z(objective: dict, config: ModelConfig) -> str:
     one_step = by_steps and objective.get("steps") in ([1], (1,), None)
     whole = by_steps and objective.get("z") == "once"
     return "fresh" if config.latent.coded and not one_step and not whole else "once"
-
-
-def said_z(folder: Path, described: dict) -> str | None:
-    """How a model's z is drawn, by what was written beside it, or by its run: older ones wrote nothing."""
-    if described.get("usual_z") in ("once", "fresh"):
-        return described["usual_z"]
-    run = read_json(folder / "run.json") if (folder / "run.json").is_file() else {}
-    objective = run.get("objective") if isinstance(run, dict) else None
-    return (
-        usual_z(objective, from_dict(ModelConfig, described.get("model"), "model")) if isinstance(objective, dict) else None
-    )
 
 
 RECORDED = 16  # steps of a batch from which on recording them pays

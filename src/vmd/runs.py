@@ -29,7 +29,8 @@ def run_as_it_began(path: Path) -> RunConfig:
 
     kept = read_json(path)
     if isinstance(kept, dict):
-        kept.pop("text_sha256", None)
+        for digest in ("text_sha256", "data_sha256"):
+            kept.pop(digest, None)
     return from_dict(RunConfig, kept, str(path))
 
 
@@ -119,6 +120,14 @@ def look_at_validation(model: Any, run: RunConfig, tokenizer: Any, seen: list[tu
     return look
 
 
+def say_what_is_left_out(data: Any) -> None:
+    """Of documents much may be: each is cut into chunks, and what does not fill one is not read."""
+    lost = 1 - len(data) * data.length / data.tokens.size
+    if lost > 0.05:
+        told = f"what does not fill a chunk of {data.length} is left out, {lost:.0%} of {data.tokens.size:,} tokens"
+        say(f"note: {told}: a smaller model.length leaves out less")
+
+
 def run_files(folder: Path) -> list[Path]:
     """What a run writes, and what a new run in the same folder would replace."""
     from vmd.checkpoints import checkpoint_files
@@ -177,6 +186,8 @@ def train_run(
     if parts > run.training.accumulate:
         run = replace(run, training=replace(run.training, accumulate=parts))
         say(f"training.accumulate={parts}: a step is made in parts, to fit this machine's memory (--set it for another)")
+    if isinstance(data, TextData) and not resume:
+        say_what_is_left_out(data)
     if device == "cpu" and not resume and (days := days_on_a_cpu(run)) > 1:
         larger = is_text(run.data.name) and run.model.width > presets.preset("text-small").model.width
         smaller = ": preset text-small-draft takes minutes" if larger else ""

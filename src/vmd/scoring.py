@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vmd.config import InvalidInput, is_whole, require
 from vmd.data import Law
+from vmd.data.arrays import parse_positions
 from vmd.data.synthetic import LAWS
 from vmd.data.tokenizers import same_ids
 from vmd.evaluation import Data, draw_rows, per_block, row, rows_per_score
@@ -25,6 +26,7 @@ def evaluate(
     samples: int = 1,
     rows: int = 2_000,
     seed: int = 0,
+    fixed: str | None = None,
     against: VMD | None = None,
     z_against: str = "",
 ) -> dict[int, Bits]:
@@ -33,6 +35,8 @@ def evaluate(
     Of data as `vmd.load_data` gives it, of rows of tokens (n, L), or of a text, cut into rows, by a model of text. z: fresh
     for every step, as by default for codes, or once per block, as for a Gaussian, whose bound may have several `samples`,
     and for codes that were trained so.
+    `fixed`: positions that are given, as in "0:82" or "0,5,7", whose bits are not counted; by default those that always were
+    in the model's training.
     `against`: the bits of another model are taken off, row by row of the same data and by the same orders if its blocks are
     of the same size, and the errors are those of the differences.
     """
@@ -48,12 +52,18 @@ def evaluate(
             check(one.config, count, how, samples)
     if against is not None:
         require_comparable(model, against)
+        apart = f"models trained with positions {model.fixed!r} and {against.fixed!r} given"
+        require(fixed is not None or model.fixed == against.fixed, f"{apart}: expected fixed=, for both")
+    named = model.fixed if fixed is None else fixed
+    require(isinstance(named, str), f"fixed={fixed!r:.60}: expected positions such as '0:82' or '0,5,7'")
+    given = parse_positions(named, model.config.length, "fixed")
     x0 = rows_of(model, data, rows, seed)
     at_once = min(max(1, rows_per_score(one) // STEPS_SCORED) for one, _ in models)  # one draw of orders, before those of z
     found = {}
     for count in counts:
-        nats = [row_nats(one, x0, count, how, samples, seed, at_once) for one, how in models]
-        found[count] = in_bits(nats[0] - nats[1] if against is not None else nats[0], model.config.length)
+        nats = [row_nats(one, x0, count, how, samples, seed, at_once, given) for one, how in models]
+        written = model.config.length - (0 if given is None else int(given.sum()))
+        found[count] = in_bits(nats[0] - nats[1] if against is not None else nats[0], written)
     return found
 
 
@@ -94,25 +104,31 @@ def rows_of(model: VMD, data: Data | Tensor | np.ndarray | str, rows: int, seed:
     return draw_rows(data, rows, seed, model.device)
 
 
-def row_nats(model: VMD, x0: Tensor, steps: int, z: str, samples: int, seed: int, at_once: int) -> Tensor:
+def row_nats(
+    model: VMD, x0: Tensor, steps: int, z: str, samples: int, seed: int, at_once: int, given: Tensor | None = None
+) -> Tensor:
     """(n,): the bound of each row. The orders of `at_once` of them are drawn together, by a seed of their own."""
     generator, found = torch.Generator(model.device), []
+    how: dict = {"z": z, "samples": samples, "fixed": None if given is None else given.to(model.device)}
     for number, some in enumerate(x0.to(model.device).split(at_once)):
         generator.manual_seed(step_seed(seed, number))
-        found.append(nll_bound(model, some, steps, z=z, samples=samples, generator=generator, chunk=rows_per_score(model)))
+        found.append(nll_bound(model, some, steps, **how, generator=generator, chunk=rows_per_score(model)))
     return torch.cat(found).cpu()
 
 
 def difference_rows(
-    model: VMD, other: VMD, name: str, data: Data, steps: list[int], z: tuple[str, str], samples: int, rows: int, seed: int
+    model: VMD, other: VMD, name: str, data: Data, steps: list[int], z: tuple[str, str], how: dict
 ) -> list[dict]:
     """How many bits fewer or more than another model: what both find hard is not noise."""
-    how = {"samples": samples, "rows": rows, "seed": seed, "against": other, "z": z[0], "z_against": z[1]}
+    samples, more = how["samples"], {"fixed": how["fixed"]} if how["fixed"] else {}
+    how = how | {"against": other, "z": z[0], "z_against": z[1]}
     drawn = [f"z {one}" if m.config.has_latent else "no z" for m, one in ((model, z[0]), (other, z[1]))]
     about = f"less those of {name}, row by row; {' and '.join(drawn)}"
     about += f", IWAE {samples}" if "gaussian" in (model.config.latent.kind, other.config.latent.kind) else ""
+    about += f", {how['fixed']} given" if more else ""
     return [
         row("difference, bits per token", bits.value, bits.stderr, f"{per_block(count)}, {about}")
         | {"steps": count, "order": "random", "iwae": samples, "against": name}
-        for count, bits in evaluate(model, data, steps, **how).items()  # type: ignore[arg-type]
+        | more
+        for count, bits in evaluate(model, data, steps, **how).items()
     ]

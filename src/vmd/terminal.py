@@ -76,12 +76,6 @@ def parse_counts(option: str, text: str) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def trained_fixed(folder: Path) -> str:
-    """The positions that were always given when the model was trained, if its run says so."""
-    found = saved_data(folder).get("fixed")
-    return found if isinstance(found, str) else ""
-
-
 def saved_data(folder: Path) -> dict:
     return saved(folder, "data")
 
@@ -169,10 +163,11 @@ def describe(counts: dict[str, int]) -> str:
     return f"parameters: {', '.join(parts)}, total {sum(counts.values()):,}"
 
 
-def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ...]) -> list[int]:
-    """ "3 _ _ 6" or "full _": ids or names, with _ for a gap."""
-    words = text.replace(",", " ").split()
-    require(len(words) == length, f"--prompt {text!r} has {len(words)} tokens: expected {length}, with _ for each gap")
+def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ...], option: str = "--prompt") -> list[int]:
+    """ "3 _ _ 6" or "full _", or with commas between, for names with spaces: ids or names, with _ for a gap."""
+    words = [word.strip() for word in text.split(",")]
+    words = words if len(words) == length else text.replace(",", " ").split()
+    require(len(words) == length, f"{option} {text!r} has {len(words)} tokens: expected {length}, with _ for each gap")
     row = []
     for word in words:
         if word == "_":
@@ -180,11 +175,11 @@ def parse_prompt(text: str, length: int, vocab_size: int, symbols: tuple[str, ..
         elif word in symbols:
             row.append(symbols.index(word))
         elif word.isdecimal() and not symbols:
-            require(int(word) < vocab_size, f"--prompt: token id {word}: expected 0 to {vocab_size - 1}")
+            require(int(word) < vocab_size, f"{option}: token id {word}: expected 0 to {vocab_size - 1}")
             row.append(int(word))
         else:
             known = f"one of {', '.join(symbols)}" if symbols else f"0 to {vocab_size - 1}"
-            raise InvalidInput(f"--prompt: token {word!r}: expected {known}, or _ for a gap")
+            raise InvalidInput(f"{option}: token {word!r}: expected {known}, or _ for a gap")
     return row
 
 
@@ -222,10 +217,12 @@ def work_of_codes(model: Any) -> float:
 def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: Any, wanted: int | None = None) -> list[int]:
     """Token ids with -1 for what the model is to write: of an infill no more than it holds. `wanted`: so many tokens."""
     require(prompt is None or infill is None, "--prompt and --infill: expected one of the two")
-    require(infill is None or tokenizer is not None, "--infill: expected a model of text; others take --prompt")
     length, row = wanted or config.length, []
     if tokenizer is None:
-        return [-1] * length if prompt is None else parse_prompt(prompt, length, config.vocab_size, config.symbols)
+        option, text = ("--prompt", prompt) if infill is None else ("--infill", infill)
+        row = [-1] * length if text is None else parse_prompt(text, length, config.vocab_size, config.symbols, option)
+        require(infill is None or -1 in row, f"--infill {infill!r:.60}: expected a _ for each gap")
+        return row
     from vmd.data.tokenizers import Text8Tokenizer, as_text8
     from vmd.infilling import between_gaps, gaps_of
 
@@ -250,6 +247,12 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     most = f"{length}, the --length" if wanted else most
     require(len(row) <= length, f"{option}: {len(row)} tokens: expected at most {most}")
     return row if infill is not None else row + [-1] * (length - len(row))
+
+
+def has_later_tokens(row: list[int], block_size: int) -> bool:
+    """Whether a token is given in a block behind a gap's."""
+    first = row.index(-1) // block_size if -1 in row else len(row)
+    return any(token >= 0 for token in row[(first + 1) * block_size :])
 
 
 def show(tokens: list[int], config: Any, tokenizer: Any = None) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vmd.attention import attention_by
 from vmd.checkpoints import checkpoint_files, learning, load_newest_checkpoint, save_checkpoint
 from vmd.config import InvalidInput, RunConfig, TrainingConfig, require, to_dict
-from vmd.data import Dataset, TextData
+from vmd.data import ArrayData, Dataset, TextData
 from vmd.data.arrays import parse_positions
 from vmd.diagnostics import diagnose
 from vmd.distributed import (
@@ -175,7 +175,7 @@ def train(
         require_same_tokens(model, data.tokenizer, data.name)
         model.tokenizer = data.tokenizer
     if isinstance(model, VMD):
-        model.usual_z = usual_z(to_dict(objective), model.config)
+        model.usual_z, model.fixed = usual_z(to_dict(objective), model.config), config.data.fixed
     rows = my_rows(training.batch_size) if world_size() > 1 else None
     leads = rank() == 0  # one process writes what all have done
     learned = [(p, p.requires_grad) for p in model.parameters()]
@@ -201,15 +201,14 @@ def train(
         if out is not None:
             by_the_first(lambda: take_folder(out, resume, stack))
         if resume and out is not None:
-            require_same_text(out, data)
+            require_same_data(out, data)
             first, told = load_newest_checkpoint(out, parameters, average, optimizer, to_dict(config))
             require(first <= steps, f"training.steps={steps}: expected at least {first}, where the run is")
             on_note(f"resuming {told}")
             wait_for_all()  # until every process has read what the first may now change
             lines = trim_log(out, first) if leads else []
         if out is not None and leads:
-            text = {"text_sha256": data.sha256} if isinstance(data, TextData) else {}
-            write_atomically(out / "run.json", json.dumps(to_dict(config) | text, indent=2))
+            write_atomically(out / "run.json", json.dumps(to_dict(config) | what_is_read(data), indent=2))
             if isinstance(data, TextData):
                 write_atomically(out / TOKENIZER_FILE, json.dumps(data.tokenizer.to_dict()))
         if on_step is None:
@@ -333,12 +332,19 @@ def take_folder(out: Path, resume: bool, stack: ExitStack) -> None:
     require(resume or not used, f"{out} holds a run: resume it, or train into another folder")
 
 
-def require_same_text(out: Path, data: Dataset) -> None:
+def what_is_read(data: Dataset) -> dict[str, str]:
+    """The digest of a text or an array, in the words of run.json."""
+    if isinstance(data, TextData):
+        return {"text_sha256": data.sha256}
+    return {"data_sha256": data.sha256} if isinstance(data, ArrayData) else {}
+
+
+def require_same_data(out: Path, data: Dataset) -> None:
     """A resumed run must be the same run: a file may have changed under its name. Older runs did not keep what they read."""
-    if isinstance(data, TextData) and (out / "run.json").is_file():
-        begun = read_json(out / "run.json")
-        same = not isinstance(begun, dict) or begun.get("text_sha256", data.sha256) == data.sha256
-        require(same, f"{data.name}: not the text that {out} was begun with: expected that, or another folder")
+    begun = read_json(out / "run.json") if (out / "run.json").is_file() else {}
+    for name, digest in what_is_read(data).items() if isinstance(begun, dict) else ():
+        named = f"{getattr(data, 'name', '')}: not the {'text' if isinstance(data, TextData) else 'array'}"
+        require(begun.get(name, digest) == digest, f"{named} that {out} was begun with: expected that, or another folder")
 
 
 def divergence(step: int, training: TrainingConfig, out: Path | None) -> str:

@@ -14,13 +14,14 @@ from vmd.commands.options import Device, Model, path_option
 from vmd.config import require
 from vmd.terminal import (
     data_to_score,
+    is_same_file,
     note_unfinished,
     parse_counts,
     pick_device,
     print_table,
+    saved,
     say,
     several_processes,
-    trained_fixed,
     unit_of,
 )
 
@@ -64,7 +65,7 @@ def evaluate(
 ) -> None:
     """Score a model: certified bits per token for each number of steps, the objective, what the latent carries, and, where
     the law of the data is known, accuracy and KL of samples. Of Sudoku puzzles: how many it solves."""
-    from vmd.data import SudokuData
+    from vmd.data import ArrayData, SudokuData
     from vmd.data.synthetic import Law
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
@@ -102,18 +103,21 @@ def evaluate(
         loaded_data = data_to_score(folder, loaded, data, split)
     if isinstance(loaded_data, SudokuData):
         require(not drawn, f"--plot {plot}: expected with data other than puzzles")
+    asked_fixed = fixed
     if fixed is None:
-        fixed = trained_fixed(folder)
-        if fixed:
-            say(f"positions {fixed} are given, as in training; --fixed says otherwise")
+        fixed = loaded.fixed
     other = None
     if against is not None:
-        whole = not fixed and not isinstance(loaded_data, SudokuData) and not several_processes()
-        require(whole, f"--against {against}: expected no puzzles, no positions that are given (--fixed), and one process")
+        whole = not isinstance(loaded_data, SudokuData) and not several_processes()
+        require(whole, f"--against {against}: expected no puzzles, and one process")
         other, there = VMD.from_pretrained(against, device=loaded.device), model_folder(against)
         note_unfinished(other, there)
         require_comparable(loaded, other)
+        apart = f"--against {against}: it was trained with positions {other.fixed!r} given, and {model} with {fixed!r}"
+        require(asked_fixed is not None or other.fixed == fixed, f"{apart}: expected --fixed, for both")
         other_z = asked_z or (other.usual_z if max(counts) > 1 else "once")
+    if fixed and asked_fixed is None:
+        say(f"positions {fixed} are given, as in training; --fixed says otherwise")
     with progress_bar(f"vmd evaluate {model}, percent", 100) as update:
 
         def on_part(done: float, total: int) -> None:
@@ -127,7 +131,8 @@ def evaluate(
             scores = evaluate_model(loaded, loaded_data, counts, iwae=draws, n=n, fixed=fixed, **same)  # type: ignore[arg-type]
             if other is not None:
                 both = (z, other_z)
-                scores += difference_rows(loaded, other, str(against), loaded_data, counts, both, max(draws), rows, seed)
+                how = {"samples": max(draws), "rows": rows, "seed": seed, "fixed": fixed}
+                scores += difference_rows(loaded, other, str(against), loaded_data, counts, both, how)
     if rank() != 0:
         return
     entropy = None
@@ -140,7 +145,7 @@ def evaluate(
     lines = [
         [
             row["metric"].replace("per token", f"per {unit}"),
-            f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"),
+            f"{round(row['value'], 4) + 0.0:.4f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.4f}"),
             row["about"],
         ]
         for row in scores
@@ -156,6 +161,9 @@ def evaluate(
         )
     print_table(headers, lines)
     print(end="", flush=True)  # what follows may take a while, and nobody should lose this
+    trained_on = str(saved(folder, "data").get("name") or "")
+    if isinstance(loaded_data, ArrayData) and is_same_file(trained_on, data):
+        say(f"note: {data} is what it was trained on, and may know by heart: rows it has not seen tell how good it is")
     carried = diagnose_model(loaded, loaded_data, seed, fixed, rows=min(512, rows))
     if carried is not None:
         kind = loaded.config.latent.kind

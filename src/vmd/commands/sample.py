@@ -11,12 +11,12 @@ from vmd.config import require
 from vmd.terminal import (
     Watch,
     check_array_path,
+    has_later_tokens,
     note_unfinished,
     pick_device,
     prompt_row,
     say,
     show,
-    trained_fixed,
     visible,
     write_array,
 )
@@ -49,7 +49,7 @@ def sample(
         str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'; of text, how it begins.")
     ] = None,
     infill: Annotated[
-        str | None, typer.Option(help="Text with _ for each gap, as in 'the ____ of science'; \\_ is no gap.")
+        str | None, typer.Option(help="Text or tokens with _ for each gap, as in 'the ____ of science'; \\_ is no gap.")
     ] = None,
     tries: Annotated[
         int | None,
@@ -95,8 +95,8 @@ def sample(
     deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
     if prompt is not None and deaf:
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
-    if prompt is None and trained_fixed(folder):
-        say(f"note: this model was trained with positions {trained_fixed(folder)} given; use --prompt to give them")
+    if prompt is None and infill is None and loaded.fixed:
+        say(f"note: this model was trained with positions {loaded.fixed} given; use --prompt to give them")
     tokenizer = loaded.tokenizer
     if length is not None:
         of_text = tokenizer is not None and infill is None
@@ -107,6 +107,9 @@ def sample(
         require(1 <= length <= 1_000_000, f"--length {length}: expected 1 to 1,000,000")
     row = prompt_row(prompt, infill, config, tokenizer, length)
     wanted = len(row)  # of an infill no more than it holds
+    if prompt is not None and tokenizer is None and has_later_tokens(row, config.block_size):
+        weigh = "" if config.latent.kind == "gaussian" else "; --infill weighs what it writes by them"
+        say(f"note: blocks of {config.block_size} are written from left to right: no gap sees tokens of later blocks{weigh}")
     require(tries is None or infill is not None, f"--tries {tries}: expected with --infill")
     require(tries is None or tries >= 1, f"--tries {tries}: expected at least 1")
     if out is not None:

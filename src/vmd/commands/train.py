@@ -51,6 +51,9 @@ def train(
     require(not (resume and overwrite), "--resume and --overwrite: expected one of the two")
     require(begun.exists() or not resume, f"{begun.parent}: expected a run to resume, with its run.json")
     kept = run_as_it_began(begun) if resume else None
+    from_python = kept is not None and not kept.data.name
+    told = f"{begun.parent}: a run begun in Python, with data of no name: expected vmd.train(..., resume=True) there"
+    require(not from_python, told)
     as_begun = kept is not None and preset == "array"  # --out and --resume say it all
     run = kept if kept is not None and as_begun else presets.preset(preset)
     if kept is not None and not run.data.name:

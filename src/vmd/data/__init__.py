@@ -59,9 +59,9 @@ def load_data(
     It is prepared once and kept (`vmd.data.text`).
     """
     name = str(name)
-    if puzzles or name.endswith(".sudoku"):
+    if puzzles or name.lower().endswith(".sudoku"):
         return SudokuData(load_puzzles(name), seed, augment, pair=layout == "pair")
-    if name.endswith((".npy", ".csv")):
+    if name.lower().endswith((".npy", ".csv")):
         return load_array(name, seed)
     if is_text(name):
         presets = "preset text-small-draft, or text on a GPU, or --set model.length=256"
@@ -84,7 +84,7 @@ def load_data(
 
 def is_text(name: str) -> bool:
     """Laws come first: a file of that name is meant by a path such as ./d1."""
-    known = name in LAWS or name.startswith("dependence-") or name.endswith((".npy", ".csv", ".sudoku"))
+    known = name in LAWS or name.startswith("dependence-") or name.lower().endswith((".npy", ".csv", ".sudoku"))
     return name == "text8" or (bool(name) and not known and os.path.exists(name))
 
 

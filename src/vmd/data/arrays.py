@@ -1,5 +1,7 @@
 """A user's own data: integers in an .npy array or a .csv, one fixed-length sequence per row."""
 
+import hashlib
+from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
 
@@ -37,7 +39,10 @@ class EpochOrder:
 class ArrayData:
     """Rows of a token array, shuffled anew every epoch. Which rows a step sees is a function of (seed, step) alone."""
 
-    def __init__(self, tokens: np.ndarray, name: str = "array", seed: int = 0):
+    def __init__(self, tokens: np.ndarray | Tensor, name: str = "array", seed: int = 0):
+        tokens = tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens
+        kind = type(tokens).__name__
+        require(isinstance(tokens, np.ndarray), f"{name}: a {kind}: expected an array or tensor of integers, (rows, length)")
         require(tokens.ndim == 2, f"{name}: an array of shape {tokens.shape}: expected two dimensions (rows, length)")
         require(np.issubdtype(tokens.dtype, np.integer), f"{name}: an array of {tokens.dtype}: expected integers")
         require(tokens.size > 0, f"{name}: an array of shape {tokens.shape}: expected at least one row and one token")
@@ -65,6 +70,14 @@ class ArrayData:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @cached_property
+    def sha256(self) -> str:
+        """Of the tokens, whatever file and type of integers they came in."""
+        digest = hashlib.sha256(str(self.tokens.shape).encode())
+        for start in range(0, len(self.tokens), 65_536):
+            digest.update(np.asarray(self.tokens[start : start + 65_536], dtype=np.int32).tobytes())
+        return digest.hexdigest()
+
     def rows_at(self, index: np.ndarray) -> Tensor:
         """(n, L): rows by their numbers."""
         return torch.from_numpy(np.asarray(self.tokens[index], dtype=np.int64))
@@ -73,7 +86,7 @@ class ArrayData:
 def load_array(path: str | Path, seed: int = 0) -> ArrayData:
     path = Path(path)
     require(path.is_file(), f"{path}: no such file: expected an .npy array of integers")
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         return ArrayData(read_csv(path), str(path), seed)
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
