@@ -1,5 +1,7 @@
 """On a GPU: `pytest -m cuda`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -286,6 +288,18 @@ def test_recorded_samples_are_the_plain_ones(settings, rule, order, z):
     assert (recorded.tokens == plain.tokens).float().mean() > 0.98  # equal but for ties of rounding
     assert (recorded.nfe, recorded.cache_passes) == (plain.nfe, plain.cache_passes)
     assert bool((recorded.tokens.cpu() == prompt)[prompt >= 0].all())
+
+
+@pytest.mark.parametrize("settings", [["model.draft=32"], ["model.latent.kind=categorical", "model.latent.codes=8"]])
+def test_recorded_samples_of_a_table_keep_to_its_values(settings):
+    sizes = torch.arange(128) % 10 + 2
+    run = text_like("model.latent.kind=none", *settings)
+    columns = tuple((f"column {place}", *map(str, range(size))) for place, size in enumerate(sizes.tolist()))
+    model = VMD(replace(run.model, columns=columns)).cuda().eval()
+    options = {"steps": 2, "rule": "sample", "seeds": list(range(24))}
+    recorded, plain = (model.sample(24, desk=model.desk(8, record=record), **options) for record in (True, False))
+    assert (recorded.tokens == plain.tokens).float().mean() > 0.98  # equal but for ties of rounding
+    assert bool((recorded.tokens.cpu() < sizes).all())
 
 
 @pytest.mark.parametrize("kind", ["none", "categorical"])

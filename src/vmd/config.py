@@ -44,8 +44,9 @@ def require_types(section: str, config: Any) -> None:
             continue
         several = get_origin(hint) is tuple
         kind = get_args(hint)[0] if several else hint
+        kind = get_origin(kind) or kind  # tuples of tuples
         if several and isinstance(value, list):
-            value = tuple(value)
+            value = tuple(tuple(part) if isinstance(part, list) else part for part in value)
         elif kind is str and isinstance(value, Path):
             value = str(value)
         elif getattr(value, "shape", None) == ():
@@ -152,6 +153,7 @@ class ModelConfig:
     draft: int = 0
     latent: LatentConfig = field(default_factory=LatentConfig)
     symbols: tuple[str, ...] = ()  # what the token ids stand for, if they have names
+    columns: tuple[tuple[str, ...], ...] = ()  # of a table, for every place: its name, and what the ids stand for there
 
     def __post_init__(self) -> None:
         require_types("model", self)
@@ -210,6 +212,13 @@ class ModelConfig:
         names = sorted(self.symbols)
         twice = [name for name, following in itertools.pairwise(names) if name == following]
         require(not twice, f"model.symbols: {twice[:1]} twice: expected a name of its own for each token id")
+        if self.columns:
+            most = max(len(column) - 1 for column in self.columns)
+            fit = min(map(len, self.columns)) > 1 and self.length in (0, len(self.columns))
+            fit = fit and all(isinstance(name, str) for column in self.columns for name in column)
+            fit = fit and (not self.vocab_size or most <= self.vocab_size)
+            told = f"model.columns: {len(self.columns)} of up to {most} values"
+            require(fit, f"{told}: expected one for each of {self.length} places, of 1 to {self.vocab_size} values")
 
     @property
     def blocks(self) -> int:
@@ -248,8 +257,15 @@ class ModelConfig:
         """Then a likelihood cannot be taken block by block, and z must be drawn once per block."""
         return self.latent.kind == "gaussian" and self.latent.on_clean and self.blocks > 1
 
-    def resolved(self, length: int, vocab_size: int, symbols: tuple[str, ...] = ()) -> "ModelConfig":
+    def resolved(
+        self,
+        length: int,
+        vocab_size: int,
+        symbols: tuple[str, ...] = (),
+        columns: tuple[tuple[str, ...], ...] = (),
+    ) -> "ModelConfig":
         """Fill in what the data decides."""
+        require(not self.columns or columns in ((), self.columns), "a table of other columns, or values, than the model's")
         require(
             self.length in (0, length), f"model.length={self.length}: expected {length}, the length of the data's sequences"
         )
@@ -263,6 +279,7 @@ class ModelConfig:
             vocab_size=self.vocab_size or vocab_size,
             block_size=self.block_size or length,
             symbols=self.symbols or symbols,
+            columns=self.columns or columns,
         )
 
 

@@ -80,7 +80,7 @@ def evaluate_model(
     for count in steps:
         for samples in draws_of_z:
             parts.append(partial(certified_row, model, data, count, z, samples, rows_scored, seed, given, tell))
-        if order != "random" and not config.has_latent and given is None:
+        if order != "random" and not (config.has_latent or config.columns) and given is None:
             parts.append(partial(confidence_row, model, data, count, order, rows_scored, seed))
     parts.append(partial(objective_rows, model, data, n if isinstance(data, Law) else rows_scored, seed, given))
     if isinstance(data, Law):

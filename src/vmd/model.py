@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from vmd.attention import CleanPrefix
 from vmd.codes import CodeDecoder
 from vmd.config import InvalidInput, ModelConfig, from_dict, is_whole, require, to_dict
 from vmd.data import Dataset
+from vmd.data.columns import cells_of, prompt_of
 from vmd.data.tokenizers import Tokenizer, is_ours, model_tokenizer
 from vmd.files import (
     TOKENIZER_FILE,
@@ -85,7 +86,8 @@ class VMD(nn.Module):
         known = isinstance(config, ModelConfig) and hasattr(data, "vocab_size")
         given = f"{type(config).__name__}, {type(data).__name__}"
         require(known, f"for_data({given}): expected a ModelConfig and data such as vmd.load_data gives")
-        return cls(config.resolved(data.length, data.vocab_size, data.symbols), seed=seed)
+        columns = getattr(data, "columns", ())
+        return cls(config.resolved(data.length, data.vocab_size, data.symbols, columns), seed=seed)
 
     @property
     def mask_id(self) -> int:
@@ -199,17 +201,26 @@ class VMD(nn.Module):
         require(len(tokens) <= length, f"a prompt of {len(tokens)} tokens: expected at most {length}, the model's length")
         return torch.cat([torch.as_tensor(tokens).long(), torch.full((length - len(tokens),), -1)])
 
+    def rows(self, tokens: Tensor) -> list[dict[str, str]]:
+        """Of a model of a table: {column: value} of each row."""
+        columns = self.config.columns
+        require(bool(columns), "rows of a table: expected a model of one")
+        names = [name for name, *_ in columns]
+        return [dict(zip(names, cells_of(columns, row), strict=True)) for row in tokens.tolist()]
+
     def sample(
         self,
         n: int | None = None,
         *,
-        prompt: Tensor | str | None = None,
+        prompt: Tensor | str | Mapping[str, str] | None = None,
         batch_size: int = BATCH_ROWS,
         desk: Desk | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         **options,
     ) -> Samples:
-        """Draw n sequences, or complete a prompt (n, L) whose gaps are -1; of a model of text, go on from a text n times.
+        """Draw n sequences, or complete a prompt (n, L) whose gaps are -1.
+
+        Of a model of text, go on from a text n times; of a table, complete a row of which {column: value} is known.
 
         Options: see `vmd.sampling.sample`; chance comes from `seeds=[...]`, one for each row, or from `generator=`.
         With a `desk`, which may record steps, batches have its size. Without, steps are recorded on a GPU if there are many.
@@ -217,6 +228,10 @@ class VMD(nn.Module):
         if prompt is None:
             require(is_whole(n) and n >= 1, f"n={n!r}: expected a whole number of samples, at least 1")  # type: ignore[operator]
             prompt = torch.full((n or 0, self.config.length), -1)
+        if isinstance(prompt, Mapping):
+            columns = self.config.columns
+            require(bool(columns), f"prompt {prompt!r:.60}: expected tokens: this is no model of a table")
+            prompt = torch.tensor([prompt_of(columns, prompt)]).repeat(n or 1, 1)
         if isinstance(prompt, str):
             require(n is None or (is_whole(n) and n >= 1), f"n={n!r}: expected a whole number of samples, at least 1")
             prompt = self.beginning(prompt).repeat(n or 1, 1)
@@ -257,7 +272,7 @@ class VMD(nn.Module):
         fits = is_whole(length) and c.shortest <= length <= c.length and length % c.block_size == 0
         require(fits, f"length {length!r}: expected {c.shortest} to {c.length}, in whole blocks of {c.block_size}")
         with torch.random.fork_rng(devices=[]):  # nobody's chance is spent on weights that are not kept
-            model = VMD(replace(c, length=length))
+            model = VMD(replace(c, length=length, columns=c.columns[:length]))
         own = {name: w[:length] if name.endswith("position.weight") else w for name, w in self.state_dict().items()}
         model.load_state_dict(own, assign=True)
         model.tokenizer, model.usual_z = self.tokenizer, self.usual_z  # positions may be beyond this length
@@ -358,6 +373,7 @@ def start_from(model: VMD, source: str) -> str:
         ours, wanted = getattr(mine, field), getattr(theirs, field)
         require(ours == wanted, f"model.{field}={ours}: expected {wanted} to start from {source}, which has that")
     alike = not mine.symbols or not theirs.symbols or mine.symbols == theirs.symbols
+    alike = alike and mine.columns == theirs.columns
     require(alike, f"{source}: a model of other symbols: expected those of the data, or data in its tokens")
     own, there = model.state_dict(), other.state_dict()
     parts_fit = all(own[name].shape == there[name].shape for name in own.keys() & there.keys() if not of_backbone(name))

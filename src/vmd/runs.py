@@ -59,8 +59,11 @@ def sized_as_it_began(run: RunConfig, folder: Path, resume: bool, chosen: set[st
     return replace(run, model=model, training=replace(run.training, init=init))
 
 
-def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
-    """The data of a run, of text in the tokens of a model, if given. What is not prepared yet is, with a bar of its own."""
+def open_data(run: RunConfig, split: str, tokenizer: Any = None, columns: Any = ()) -> Any:
+    """The data of a run; text in the tokens, a table in the columns of a model, if they are given.
+
+    What is not prepared yet is, with a bar of its own.
+    """
     from vmd.data import load_data
     from vmd.progress import percent_bar
 
@@ -77,6 +80,7 @@ def open_data(run: RunConfig, split: str, tokenizer: Any = None) -> Any:
             puzzles=about.puzzles,
             augment=about.augment,
             layout=about.layout,
+            columns=columns,
         )
 
 
@@ -160,12 +164,25 @@ def train_run(
     if run.training.init and is_text(run.data.name):  # of a run that goes on: its own
         tokens = model_tokenizer(folder if resume else model_folder(run.training.init))
     with one_after_the_first():  # who prepares the data for all
-        data = open_data(run, "train", tokens)
+        columns = run.model.columns
+        if run.training.init and not resume:
+            columns = VMD.from_pretrained(run.training.init).config.columns
+        data = open_data(run, "train", tokens, columns)
     same = tokens is None or data.tokenizer.to_dict() == tokens.to_dict()
     require(same, f"{run.data.name}: text in other tokens than those of {run.training.init}: expected the same tokenizer")
     run = replace(
-        run, model=run.model.resolved(data.length, data.vocab_size, data.symbols if data.vocab_size <= 1024 else ())
+        run,
+        model=run.model.resolved(
+            data.length,
+            data.vocab_size,
+            data.symbols if data.vocab_size <= 1024 else (),
+            getattr(data, "columns", ()),
+        ),
     )
+    if run.model.columns and not resume:
+        named = ", ".join(f"{name} ({len(values)})" for name, *values in run.model.columns[:8])
+        named += ", ..." if len(run.model.columns) > 8 else ""
+        say(f"a table of {len(data):,} rows; its columns, and how many values each has: {named}")
     parse_positions(run.data.fixed, data.length)
     better = {name: v for name, v in fast_settings(run, device).items() if fast and f"training.{name}" not in chosen}
     if better:

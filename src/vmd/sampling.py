@@ -6,6 +6,7 @@ Nothing here knows a network: anything with the members of `Sampleable` can be s
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -258,6 +259,7 @@ class Desk:
         shape = model.latent_shape(rows)
         self.latents = None if shape is None else torch.zeros(shape, device=device)
         self.positions = torch.arange(config.block_size, device=device)  # of the block of now
+        self.missing = missing_values(config, device)
         self.mask_id, self.r = config.vocab_size, config.block_size
         self.model, self.rows, self.cached, self.record = model, rows, cache, record
         self.pool = torch.cuda.graph_pool_handle() if record else None
@@ -303,9 +305,27 @@ class Desk:
         before, given = (x.index_select(1, self.positions) for x in (self.canvas, self.given))
         write = self.predictor.write if self.model.config.draft else None  # type: ignore[attr-defined]
         marginal = self.predictor.marginal() if how.summed else None  # type: ignore[attr-defined]
+        if self.missing is not None:  # a column's values alone: the bits of those that are drawn can only fall
+            missing = self.missing.index_select(0, self.positions)
+            logits = logits.masked_fill(missing, -math.inf)
+            marginal = None if marginal is None else marginal.masked_fill(missing, -math.inf)
+            write = None if write is None else partial(write_with, write, missing)
         chosen = choose(logits, before, given, self.mask_id, how, inputs, write, marginal)
         self.canvas.index_copy_(1, self.positions, chosen.after)
         return chosen.revealed, chosen.score, chosen.masked
+
+
+def missing_values(config: ModelConfig, device: torch.device | None) -> Tensor | None:
+    """(L, V): of a table, the ids that a column has no values for."""
+    if not config.columns:
+        return None
+    values = torch.tensor([len(column) - 1 for column in config.columns], device=device)
+    return torch.arange(config.vocab_size, device=device) >= values.unsqueeze(1)
+
+
+def write_with(write: Callable, missing: Tensor, known: Tensor, writes: Tensor, draw: "Draw") -> Tensor:
+    """A draft's writing, of values that there are."""
+    return write(known, writes, lambda logits, place: draw(logits.masked_fill(missing[place], -math.inf), place))
 
 
 class Chosen(NamedTuple):

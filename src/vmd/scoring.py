@@ -71,6 +71,7 @@ def require_comparable(model: VMD, other: VMD) -> None:
     ours, theirs = model.config, other.config
     same = (ours.length, ours.vocab_size) == (theirs.length, theirs.vocab_size)
     same = same and (ours.symbols == theirs.symbols or () in (ours.symbols, theirs.symbols))
+    same = same and ours.columns == theirs.columns
     if model.tokenizer is not None and other.tokenizer is not None:
         same = same and same_ids(model.tokenizer, other.tokenizer)
     there = f"rows of {theirs.length} of {theirs.vocab_size} tokens"
@@ -95,6 +96,8 @@ def rows_of(model: VMD, data: Data | Tensor | np.ndarray | str, rows: int, seed:
     if (theirs := getattr(data, "tokenizer", None)) is not None:
         same = model.tokenizer is not None and same_ids(model.tokenizer, theirs)
         require(same, "text in other tokens than the model's: expected vmd.load_data(..., tokenizer=model.tokenizer)")
+    same = getattr(data, "columns", ()) in ((), model.config.columns)
+    require(same, "a table of other columns than the model's: expected vmd.load_data(..., columns=model.config.columns)")
     symbols, known_by_name = getattr(data, "symbols", ()), model.config.symbols
     require(() in (symbols, known_by_name) or symbols == known_by_name, "data of other symbols: expected the model's")
     if isinstance(data, Tensor):

@@ -32,7 +32,8 @@ def data_to_score(folder: Path, model: Any, name: str, split: str | None) -> Any
         about = saved_data(folder)
         puzzles = bool(about.get("puzzles") or model.config.board) and Path(name).is_file()
         layout = about.get("layout", "board")
-        return load_data(name, length=model.config.length, puzzles=puzzles, augment=False, layout=layout)
+        how: dict = {"puzzles": puzzles, "augment": False, "layout": layout, "columns": model.config.columns}
+        return load_data(name, length=model.config.length, **how)
     trained = saved_data(folder)
     letters = tokenizer.symbols == tuple(TEXT8_ALPHABET)
     parted = name == "text8" and letters and not os.path.exists(name)  # of text8 all score the same part
@@ -220,7 +221,17 @@ def prompt_row(prompt: str | None, infill: str | None, config: Any, tokenizer: A
     length, row = wanted or config.length, []
     if tokenizer is None:
         option, text = ("--prompt", prompt) if infill is None else ("--infill", infill)
-        row = [-1] * length if text is None else parse_prompt(text, length, config.vocab_size, config.symbols, option)
+        if text is None:
+            row = [-1] * length
+        elif config.columns:
+            from vmd.data.columns import parse_row
+
+            try:
+                row = parse_row(config.columns, text)
+            except InvalidInput as error:
+                raise InvalidInput(f"{option}: {error}") from None
+        else:
+            row = parse_prompt(text, length, config.vocab_size, config.symbols, option)
         require(infill is None or -1 in row, f"--infill {infill!r:.60}: expected a _ for each gap")
         return row
     from vmd.data.tokenizers import Text8Tokenizer, as_text8
@@ -255,11 +266,14 @@ def has_later_tokens(row: list[int], block_size: int) -> bool:
     return any(token >= 0 for token in row[(first + 1) * block_size :])
 
 
-def show(tokens: list[int], config: Any, tokenizer: Any = None) -> str:
-    """Names or text, with _ for what is not written yet."""
+def show(tokens: list[int], config: Any, tokenizer: Any = None, first: int = 0) -> str:
+    """Names or text, with _ for what is not written yet; `first`: the place of the first of them."""
     if tokenizer is not None:
         pieces = itertools.groupby(tokens, lambda t: t == config.vocab_size)
         return "".join("_" * len(list(ids)) if masked else tokenizer.decode(list(ids)) for masked, ids in pieces)
+    if config.columns:
+        places = zip(tokens, config.columns[first : first + len(tokens)], strict=True)
+        return ", ".join("_" if t == config.vocab_size else values[t] for t, (_, *values) in places)
     return " ".join("_" if t == config.vocab_size else config.symbols[t] if config.symbols else str(t) for t in tokens)
 
 
@@ -272,12 +286,12 @@ def read_together(tokens: list[int], config: Any, tokenizer: Any) -> Iterator[tu
     """Which tokens make whole characters, and what they say: a byte of several that make one says nothing alone."""
     start, most = 0, 4  # bytes of a character
     while start < len(tokens):
-        stop, text = start + 1, show(tokens[start : start + 1], config, tokenizer)
+        stop, text = start + 1, show(tokens[start : start + 1], config, tokenizer, start)
         while "\N{REPLACEMENT CHARACTER}" in text and stop < min(start + most, len(tokens)):
             stop += 1
             text = show(tokens[start:stop], config, tokenizer)
         if "\N{REPLACEMENT CHARACTER}" in text:  # nothing comes of it
-            stop, text = start + 1, show(tokens[start : start + 1], config, tokenizer)
+            stop, text = start + 1, show(tokens[start : start + 1], config, tokenizer, start)
         yield slice(start, stop), text
         start = stop
 
@@ -319,17 +333,23 @@ class Watch:
 
 
 def check_array_path(path: Path) -> None:
-    require(path.suffix == ".npy", f"--out {path}: expected a path ending in .npy")
+    require(path.suffix in (".npy", ".csv"), f"--out {path}: expected a path ending in .npy or .csv")
     require(path.parent.is_dir(), f"--out {path}: no such folder {path.parent}")
 
 
-def write_array(path: Path, tokens: Any) -> None:
+def write_array(path: Path, tokens: Any, columns: Any = ()) -> None:
+    """Token ids, or as .csv of a table its values."""
     import io
 
     import numpy as np
 
     from vmd.files import write_atomically
 
+    if path.suffix == ".csv":
+        from vmd.data.columns import to_csv
+
+        write_atomically(path, to_csv(columns, tokens))
+        return
     buffer = io.BytesIO()
     np.save(buffer, tokens.cpu().numpy())
     write_atomically(path, buffer.getvalue())

@@ -30,7 +30,7 @@ def evaluate(
     model: Model,
     data: Annotated[
         str,
-        typer.Option(help="A named data set, integers as .npy or .csv, a text file or folder, or puzzles."),
+        typer.Option(help="A named data set, integers as .npy or .csv, a table as .csv, a text file or folder, or puzzles."),
     ],
     steps: Annotated[str, typer.Option(help="Steps per block, as in 1,2.")] = "1",
     order: Annotated[str, typer.Option(help="Of samples: random, prob, margin or entropy. Bounds are for random.")] = "prob",

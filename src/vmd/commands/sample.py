@@ -46,7 +46,10 @@ def sample(
         float, typer.Option(help="Gumbel noise on the confidences, less with every step: an order not greedy at first.")
     ] = 0.0,
     prompt: Annotated[
-        str | None, typer.Option(help="Tokens with _ for each gap, as in '3 _ _ 6'; of text, how it begins.")
+        str | None,
+        typer.Option(
+            help="Tokens with _ for each gap, as in '3 _ _ 6'; of a table NAME=VALUE,NAME=VALUE; of text, how it begins."
+        ),
     ] = None,
     infill: Annotated[
         str | None, typer.Option(help="Text or tokens with _ for each gap, as in 'the ____ of science'; \\_ is no gap.")
@@ -68,7 +71,7 @@ def sample(
     cache: Annotated[bool, typer.Option(help="Keep keys and values of finished blocks.")] = True,
     trace: Annotated[bool, typer.Option("--trace", help="Show every step of the first sample.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show the tokens of the first sample as they appear.")] = False,
-    out: Annotated[Path | None, path_option(help="Also write the tokens as .npy.")] = None,
+    out: Annotated[Path | None, path_option(help="Also write the tokens, as .npy or .csv.")] = None,
     device: Device = "auto",
 ) -> None:
     """Draw samples, or fill the gaps of a prompt. One sample per line; of texts with line ends, --- between samples."""
@@ -156,11 +159,17 @@ def sample(
     if rank() != 0:
         return
     if out is not None:
-        write_array(out, everything)
+        write_array(out, everything, config.columns)
     for step in drawn.trace:
         say(f"block {step.block} step {step.step}: {visible(show(step.canvas[0, :wanted].tolist(), config, tokenizer))}")
-    texts = [show(tokens, config, tokenizer) for tokens in everything.tolist()]
-    print(("\n---\n" if any("\n" in text for text in texts) else "\n").join(texts))
+    if config.columns:
+        from vmd.data.columns import to_csv
+
+        texts = [to_csv(config.columns, everything).rstrip("\n")]
+    else:
+        texts = [show(tokens, config, tokenizer) for tokens in everything.tolist()]
+    separator = "\n---\n" if not config.columns and any("\n" in text for text in texts) else "\n"
+    print(separator.join(texts))
     say(
         f"n {n}, rule {rule}, order {order}, {steps} step{'s' if steps > 1 else ''} per block, NFE {drawn.nfe}"
         + (f" and {drawn.cache_passes} to fill the cache" if drawn.cache_passes else "")

@@ -15,7 +15,9 @@ def train(
     preset: Annotated[str, typer.Argument(help="A preset (`vmd presets`); array is for your own data.")] = "array",
     data: Annotated[
         str | None,
-        typer.Option(help="A named data set, integers (rows, length) as .npy or .csv, a text file or folder."),
+        typer.Option(
+            help="A named data set, integers (rows, length) as .npy or .csv, a table as .csv, a text file or folder."
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None,

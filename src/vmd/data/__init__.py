@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vmd.config import is_whole, require
 from vmd.data.arrays import ArrayData, load_array
+from vmd.data.columns import Columns, TableData, load_csv
 from vmd.data.reading import OnProgress
 from vmd.data.sudoku import SudokuData, load_puzzles
 from vmd.data.synthetic import LAWS, Law, law
@@ -50,9 +51,11 @@ def load_data(
     puzzles: bool = False,
     augment: bool = True,
     layout: str = "board",
+    columns: Columns = (),
 ) -> "Law | ArrayData | TextData | SudokuData":
-    """A law by name, an array by the path of its .npy or .csv, text (`text8`, or a path), or Sudoku puzzles.
+    """A law by name, by path an array (.npy or .csv) or a table of categories (.csv), text (`text8`, or a path), or puzzles.
 
+    A table is read in the columns of a model, `model.config.columns`, if they are given.
     A file is read as puzzles if it is called .sudoku, or with `puzzles`; they are turned by their symmetries with `augment`
     and laid out in place (board), or as a puzzle and its solution (pair).
     Text is cut into chunks of `length` tokens of the tokenizer (char, text8, byte, or a path: a JSON file; default char).
@@ -61,7 +64,10 @@ def load_data(
     name = str(name)
     if puzzles or name.lower().endswith(".sudoku"):
         return SudokuData(load_puzzles(name), seed, augment, pair=layout == "pair")
-    if name.lower().endswith((".npy", ".csv")):
+    if name.lower().endswith((".csv", ".tsv")):
+        require(os.path.isfile(name), f"{name}: no such file: expected integers, or a table below a line of names")
+        return load_csv(Path(name), seed, columns)
+    if name.lower().endswith(".npy"):
         return load_array(name, seed)
     if is_text(name):
         presets = "preset text-small-draft, or text on a GPU, or --set model.length=256"
@@ -84,8 +90,8 @@ def load_data(
 
 def is_text(name: str) -> bool:
     """Laws come first: a file of that name is meant by a path such as ./d1."""
-    known = name in LAWS or name.startswith("dependence-") or name.lower().endswith((".npy", ".csv", ".sudoku"))
+    known = name in LAWS or name.startswith("dependence-") or name.lower().endswith((".npy", ".csv", ".tsv", ".sudoku"))
     return name == "text8" or (bool(name) and not known and os.path.exists(name))
 
 
-__all__ = ["ArrayData", "Dataset", "Law", "Puzzles", "SudokuData", "TextData", "law", "load_array", "load_data"]
+__all__ = ["ArrayData", "Dataset", "Law", "Puzzles", "SudokuData", "TableData", "TextData", "law", "load_array", "load_data"]

@@ -1,4 +1,4 @@
-"""A user's own data: integers in an .npy array or a .csv, one fixed-length sequence per row."""
+"""A user's own data: integers in an .npy array, one fixed-length sequence per row."""
 
 import hashlib
 from functools import cached_property
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, require
-from vmd.files import read_text
 from vmd.masking import Rows, send
 
 ON_DEVICE = 2**31  # tokens up to which an array is kept on the GPU that trains on it
@@ -86,38 +85,12 @@ class ArrayData:
 def load_array(path: str | Path, seed: int = 0) -> ArrayData:
     path = Path(path)
     require(path.is_file(), f"{path}: no such file: expected an .npy array of integers")
-    if path.suffix.lower() == ".csv":
-        return ArrayData(read_csv(path), str(path), seed)
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError, SyntaxError, TokenError):  # numpy parses the header as Python
         raise InvalidInput(f"{path}: truncated or not an .npy array of integers") from None
     require(isinstance(tokens, np.ndarray), f"{path}: an archive of arrays: expected one .npy array of integers")
     return ArrayData(tokens, str(path), seed)
-
-
-def read_csv(path: Path) -> np.ndarray:
-    """(rows, length) integers with commas between; a first line of names is left out."""
-    rows: list[list[int]] = []
-    first = True
-    for number, line in enumerate(read_text(path).removeprefix("\ufeff").splitlines(), 1):  # Excel's mark of UTF-8
-        if not line.strip():
-            continue
-        try:
-            rows.append([int(cell) for cell in line.split(",")])
-        except ValueError:
-            names = first and all(cell.strip() and not is_number(cell) for cell in line.split(","))
-            first = False
-            expected = "expected integers with commas between (text of another kind: give it another name, as .txt)"
-            require(names, f"{path}: line {number}: {line!r:.60}: {expected}")
-            continue
-        same = len(rows[-1]) == len(rows[0])
-        require(same, f"{path}: line {number}: {len(rows[-1])} integers: expected {len(rows[0])}, as in the first row")
-    require(bool(rows), f"{path}: no rows: expected integers with commas between")
-    try:
-        return np.array(rows, dtype=np.int64)
-    except OverflowError:
-        raise InvalidInput(f"{path}: an integer beyond 64 bits: expected token ids below 65536") from None
 
 
 def is_number(text: str) -> bool:

@@ -1,0 +1,138 @@
+"""Tables of categories: a .csv whose first line names the columns, each of which has values of its own.
+
+A token's id is the place of its value among those of its column, (name, value, value, ...).
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from vmd.config import InvalidInput, require
+from vmd.data.arrays import ArrayData, is_number
+from vmd.files import read_text
+
+Columns = tuple[tuple[str, ...], ...]
+MOST_VALUES = 1_024  # of a column: more are numbers or names, which want bins
+
+
+class TableData(ArrayData):
+    """Rows of a table. `columns`: names and values, which a model of it knows as `model.config.columns`."""
+
+    def __init__(self, tokens: np.ndarray, columns: Columns, name: str = "table", seed: int = 0):
+        super().__init__(tokens, name, seed)
+        self.columns = columns
+        self.vocab_size = max(len(column) - 1 for column in columns)
+
+
+def load_csv(path: Path, seed: int = 0, columns: Columns = ()) -> ArrayData:
+    """Integers, be it below a line of names; or a table, in the columns of a model if they are given."""
+    lines = read_cells(path)
+    names = [] if any(not cell or is_number(cell) for cell in lines[0][1]) else lines[0][1]
+    body = lines[1:] if names else lines
+    require(bool(body), f"{path}: no rows: expected integers with commas between, or a table below a line of names")
+    other = None if columns else next(((number, cells) for number, cells in body if not all(map(is_integer, cells))), None)
+    if not columns and (other is None or len(names) < 2):
+        number, cells = other or (0, [])
+        expected = "expected integers with commas between, or a first line of names, of a table (text: name it .txt)"
+        require(other is None, f"{path}: line {number}: {','.join(cells)!r:.60}: {expected}")
+        check_widths(path, body, len(body[0][1]), "integers")
+        try:
+            return ArrayData(np.array([list(map(int, cells)) for _, cells in body], dtype=np.int64), str(path), seed)
+        except OverflowError:
+            raise InvalidInput(f"{path}: an integer beyond 64 bits: expected token ids below 65536") from None
+    require(bool(names), f"{path}: expected a first line with the names of the columns, {', '.join(n for n, *_ in columns)}")
+    twice = [name for place, name in enumerate(names) if name in names[:place]]
+    require(not twice, f"{path}: two columns {''.join(twice[:1])!r}: expected names of their own")
+    check_widths(path, body, len(names), "values")
+    columns = columns or tuple((name, *values_of(path, name, body, place)) for place, name in enumerate(names))
+    wanted = [name for name, *_ in columns]
+    require(set(names) == set(wanted), f"{path}: columns {', '.join(names)}: expected {', '.join(wanted)}, the model's")
+    places = [names.index(name) for name in wanted]
+    ids = [{value: token for token, value in enumerate(values)} for _, *values in columns]
+    tokens = np.zeros((len(body), len(columns)), dtype=np.int32)
+    for row, (number, cells) in enumerate(body):
+        for column, place in enumerate(places):
+            token = ids[column].get(cells[place])
+            if token is None:
+                raise InvalidInput(f"{path}: line {number}: {no_such(columns[column], cells[place])}")
+            tokens[row, column] = token
+    return TableData(tokens, columns, str(path), seed)
+
+
+def read_cells(path: Path) -> list[tuple[int, list[str]]]:
+    """(line, its cells without blanks around) of each line that is not empty, between commas, semicolons or tabs."""
+    text = read_text(path).removeprefix("\ufeff")  # Excel's mark of UTF-8
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count), skipinitialspace=True)
+    try:
+        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(map(str.strip, cells))]
+    except csv.Error as error:
+        raise InvalidInput(f"{path}: line {reader.line_num}: {error}: expected values with commas between") from None
+    require(bool(lines), f"{path}: no rows: expected integers with commas between, or a table below a line of names")
+    return lines
+
+
+def is_integer(cell: str) -> bool:
+    return cell.lstrip("+-").isdecimal() and cell.isascii()
+
+
+def check_widths(path: Path, body: list[tuple[int, list[str]]], width: int, what: str) -> None:
+    for number, cells in body:
+        require(len(cells) == width, f"{path}: line {number}: {len(cells)} {what}: expected {width}, as in the first row")
+
+
+def values_of(path: Path, name: str, body: list[tuple[int, list[str]]], place: int) -> list[str]:
+    """In the order of numbers, if they are numbers, then of the alphabet."""
+    values = {cells[place] for _, cells in body}
+    told = f"{path}: column {name!r} has {len(values):,} different values: expected at most {MOST_VALUES:,}"
+    require(len(values) <= MOST_VALUES, f"{told}: leave it out, or put its values in bins")
+    return sorted(values, key=lambda value: (0, float(value), value) if is_number(value) else (1, 0.0, value))
+
+
+def no_such(column: Sequence[str], value: str) -> str:
+    name, *values = column
+    known = ", ".join(map(repr, values[:8])) + (", ..." if len(values) > 8 else "")
+    return f"{name} {value!r:.60}: expected one of {known}"
+
+
+def cells_of(columns: Columns, tokens: Sequence[int]) -> list[str]:
+    """The values of a row; _ for what is not written."""
+    return [values[token] if 0 <= token < len(values) else "_" for (_, *values), token in zip(columns, tokens, strict=True)]
+
+
+def prompt_of(columns: Columns, known: Mapping[str, str]) -> list[int]:
+    """Tokens of the columns that are known by name, -1 for the others."""
+    names = [name for name, *_ in columns]
+    for name in known:
+        require(name in names, f"no column {name!r}: expected one of {', '.join(names)}")
+    row = []
+    for column in columns:
+        value = known.get(column[0])
+        require(value is None or str(value) in column[1:], no_such(column, str(value)))
+        row.append(-1 if value is None else column[1:].index(str(value)))
+    return row
+
+
+def parse_row(columns: Columns, text: str) -> list[int]:
+    """ "Rome, _, yes", a value or _ for every column, or "country=Rome, answer=yes", those that are known."""
+    cells = [cell.strip() for cell in next(csv.reader([text], skipinitialspace=True), [])]
+    names = [name for name, *_ in columns]
+    if cells and all(cell.partition("=")[0].strip() in names and "=" in cell for cell in cells):
+        named = (cell.partition("=") for cell in cells)
+        return prompt_of(columns, {name.strip(): value.strip() for name, _, value in named})
+    how = f"a value or _ for each of {', '.join(names)}, or NAME=VALUE of those that are known"
+    require(len(cells) == len(names), f"{text!r:.60} has {len(cells)} values: expected {how}")
+    return prompt_of(columns, {name: cell for name, cell in zip(names, cells, strict=True) if cell != "_"})
+
+
+def to_csv(columns: Columns, tokens: Tensor) -> str:
+    """With the line of names, or of integers if there are no columns."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerows([[name for name, *_ in columns]] if columns else [])
+    writer.writerows(cells_of(columns, row) if columns else row for row in tokens.tolist())
+    return out.getvalue()
