@@ -22,6 +22,7 @@ from helpers import (
     random_tokens,
     sequence_counts,
     standard_error,
+    strengthened,
     strong_model,
     tiny_config,
     tiny_model,
@@ -39,6 +40,7 @@ from vmd.likelihood import (
     keep_some_steps,
     law_bits,
     nll_bound,
+    random_order_nll,
 )
 from vmd.masking import Masks, draw_steps
 from vmd.metrics import one_step_probabilities
@@ -722,3 +724,33 @@ def test_given_tokens_may_differ_by_row_whatever_the_chunk():
 def test_orders_of_blocks_that_share_z_are_not_enumerated():
     with pytest.raises(InvalidInput, match="steps=2: expected 1 where z reaches later blocks"):
         enumerate_orders(tiny_model(4, 2, 3, z=latent(on_clean=True)), random_tokens(2, 4, 3), 2, z="once")
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("z", "draft"),
+    [(NO_LATENT, 0), (NO_LATENT, 8), (codes(), 0), (codes(by_place=True), 0)],
+    ids=["none", "draft", "codes", "places"],
+)
+def test_sums_over_what_is_revealed_are_those_over_orders(z, draft, steps):
+    """24 orders of four tokens, or 32 steps from one set of known tokens to another."""
+    config = dataclasses.replace(tiny_config(8, 4, 3, z, layers=2), draft=draft)
+    model, rows = strengthened(VMD(config, seed=3).eval()), random_tokens(9, 8, 3, seed=2)
+    exact, bound = random_order_nll(model, rows, steps, chunk=4)
+    per_order = enumerate_orders(model, rows, steps)
+    assert torch.allclose(exact, exact_nll(per_order), atol=1e-4)
+    assert torch.allclose(bound, per_order.mean(0).sum(-1), atol=1e-4)
+    assert bool((exact <= bound + 1e-6).all())
+    if steps > 1:
+        assert float((bound - exact).mean()) > 1e-3
+    else:
+        assert torch.equal(exact, bound)
+
+
+def test_sums_over_orders_are_refused_where_there_are_none():
+    rows = random_tokens(2, 4, 3)
+    with pytest.raises(InvalidInput, match="a Gaussian latent: expected codes or none"):
+        random_order_nll(tiny_model(4, 2, 3, latent()), rows, 1)
+    long = tiny_model(9, 9, 3)
+    with pytest.raises(InvalidInput, match="block_size=9: expected at most 8"):
+        random_order_nll(long, random_tokens(2, 9, 3), 1)

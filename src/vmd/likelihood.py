@@ -252,6 +252,53 @@ def exact_nll(per_order: Tensor) -> Tensor:
     return (math.log(len(per_order)) - (-per_order).logsumexp(0)).sum(-1)
 
 
+@torch.no_grad()
+def random_order_nll(model: Scorable, x0: Tensor, steps: int, *, chunk: int = 4_096) -> tuple[Tensor, Tensor]:
+    """(B,) each: exactly -log p(x0) of the sampler in random order, z fresh; and the mean over orders that `nll_bound` draws.
+
+    The second is what is usually printed, and above the first by as much as the order says of the tokens. Orders that have
+    revealed the same tokens S go on alike: p(S and all that leads there) is a sum over the last step's tokens, and of r
+    tokens one by one there are r 2^(r-1) steps where there are r! orders.
+    """
+    config, r = model.config, model.config.block_size
+    check(config, steps, "fresh", 1)
+    check_rows(config, x0)
+    require(config.latent.kind != "gaussian", "a Gaussian latent: expected codes or none, which are summed exactly")
+    require(r <= LARGEST_SUMMED, f"block_size={r}: expected at most {LARGEST_SUMMED} to sum over all orders")
+    every = frozenset(range(r))
+    log_p: dict[frozenset[int], Tensor] = {frozenset(): torch.zeros(len(x0), config.blocks, dtype=torch.float64)}
+    log_p = {none: zero.to(x0.device) for none, zero in log_p.items()}
+    bound = torch.zeros(len(x0), dtype=torch.float64, device=x0.device)
+    for count in reveal_counts(torch.tensor(r), steps).flatten().tolist():
+        reached: dict[frozenset[int], Tensor] = {}
+        ways = math.comb(r - len(next(iter(log_p))), count)
+        for known, before in log_p.items():
+            for chosen in map(frozenset, itertools.combinations(sorted(every - known), count)):
+                nll = torch.cat([step_nll(model, some, known, chosen, chunk) for some in x0.split(chunk)])
+                bound += nll.sum(-1) / (len(log_p) * ways)
+                arriving, after = before - nll - math.log(ways), known | chosen
+                reached[after] = torch.logaddexp(reached[after], arriving) if after in reached else arriving
+        log_p = reached
+    return -log_p[every].sum(-1), bound
+
+
+LARGEST_SUMMED = 8  # tokens of a block: at most 1,024 passes
+
+
+def step_nll(model: Scorable, x0: Tensor, known: frozenset[int], chosen: frozenset[int], chunk: int) -> Tensor:
+    """(B, blocks): what it costs every block to reveal some of its tokens when some are known."""
+    config = model.config
+    places = torch.arange(config.length, device=x0.device) % config.block_size
+    mask, target = ~torch.isin(places, as_tensor(known, x0)), torch.isin(places, as_tensor(chosen, x0))
+    weight = torch.ones(len(x0), config.blocks, device=x0.device)
+    masks = Masks(mask.expand(len(x0), -1), target.expand(len(x0), -1), weight)
+    return marginal_nll(model, x0, masks, 1, None, chunk)
+
+
+def as_tensor(places: frozenset[int], like: Tensor) -> Tensor:
+    return torch.tensor(sorted(places), dtype=torch.long, device=like.device)
+
+
 def in_bits(nats: Tensor, tokens: int, groups: Tensor | None = None, probabilities: Tensor | None = None) -> Bits:
     """Mean and standard error in bits per token of nats (B,) of B sequences.
 

@@ -447,6 +447,12 @@ def text_bits_table(results: dict) -> Table:
         lines.append([name, model_size(about), seen, minutes, str(r), whole, perplexity, printed, *cells, carried, trained])
     steps = ["N = r", "perplexity", "printed", "N = 1", "N = 2", "N = 4"]
     headers = ["system", "parameters", "characters seen", "minutes", "r", *steps, "KL of z, nats a block", "objective"]
+    slack = {name: [find(rows, system=name, metric="order_slack", steps=n) for n in (2, 4)] for name in results["systems"]}
+    if not any(any(some) for some in slack.values()):
+        return headers, lines
+    for line in lines:
+        line[-2:-2] = ["" if found is None else number(found["value"], 4, found["stderr"]) for found in slack[line[0]]]
+    headers[-2:-2] = [f"the order's part of N = {n}" for n in (2, 4)]
     return headers, lines
 
 

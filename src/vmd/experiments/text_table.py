@@ -61,7 +61,7 @@ from vmd.experiments.text_systems import (
     with_frozen_base,
 )
 from vmd.files import make_folder, read_json
-from vmd.likelihood import Bits, in_bits, nll_bound
+from vmd.likelihood import Bits, in_bits, nll_bound, random_order_nll
 from vmd.masking import draw_masks
 from vmd.model import VMD, WEIGHTS_FILE
 from vmd.progress import progress_bar
@@ -89,6 +89,7 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> tuple[l
         setting |= {"z": z if model.config.has_latent else "none", "iwae": samples}
         setting |= {"steps_scored": min(steps, budget.steps_scored)} if z == "fresh" else {}
         rows.append({"setting": setting, "metric": "bits", "value": bits.value, "stderr": bits.stderr})
+    rows += order_rows(model, x0, [steps for steps in nats if steps > 1])
     if run.objective.masking == "steps":  # it was these bounds that were trained
         over = [scored[steps] for steps in run.objective.steps]
         value = Bits(sum(b.value for b in over) / len(over), sum(b.stderr or 0.0 for b in over) / len(over))
@@ -108,6 +109,25 @@ def bits_rows(model: VMD, run: RunConfig, x0: Tensor, budget: Budget) -> tuple[l
         setting = {"steps": run.model.block_size, "nfe": 0, "n": len(x0)}
         rows.append({"setting": setting, "metric": "surrogate_apart", "value": apart.value, "stderr": apart.stderr})
     return rows, nats
+
+
+SUMMED = 4  # tokens of a block whose orders are summed over: each twice as many would take four times as long
+
+
+def order_rows(model: VMD, x0: Tensor, counts: list[int]) -> list[dict]:
+    """How far the bounds of several steps are above the likelihood itself, in which all orders are summed over.
+
+    Of every fourth row: both are without chance, so that the difference is known well.
+    """
+    if model.config.latent.kind == "gaussian" or model.config.block_size > SUMMED:
+        return []
+    rows, some = [], x0[::4]
+    for steps in counts:
+        exact, bound = random_order_nll(model, some, steps, chunk=max(1, rows_per_score(model) // 8))
+        slack = in_bits(bound - exact, x0.shape[1])
+        setting = {"steps": steps, "nfe": steps * model.config.blocks, "order": "random", "rule": "sample", "n": len(some)}
+        rows.append({"setting": setting, "metric": "order_slack", "value": slack.value, "stderr": slack.stderr})
+    return rows
 
 
 @torch.no_grad()
