@@ -81,7 +81,7 @@ def test_values_of_numbers_are_in_their_order():
     [
         ("country,city\nItaly,Rome\nItaly\n", "line 3: 1 values: expected 2"),
         ("a,a\nx,y\n", "two columns 'a'"),
-        (",city\nItaly,Rome\n", "line 1: ',city': expected integers"),
+        (",city\nItaly,Rome\n", "line 1: ',city': '' names no column"),
         ("1,2\nx,y\n", "line 2: 'x,y': expected integers"),
         ("a,b\n" + "".join(f"x{number},y\n" for number in range(MOST_VALUES + 1)), "column 'a' has 1,025 different values"),
         ("country,town,size\nItaly,Rome,1\n", "columns country, town, size: expected country, city, size"),
@@ -201,3 +201,64 @@ def test_integers_are_written_as_csv(here):
     done = succeeds("sample", "run", "-n", "4", "--out", "s.csv")
     assert (here / "s.csv").read_text().replace(",", " ") == done.out
     assert isinstance(load_data("s.csv"), ArrayData)
+
+
+def test_what_is_no_number_is_a_name():
+    """Sorted in one way always: a nan is neither above nor below."""
+    assert load_csv_text("a,b\nnan,x\n30,x\n5,x\ninf,x\n").columns[0] == ("a", "5", "30", "inf", "nan")
+
+
+def test_rows_of_blanks_are_rows():
+    assert load_csv_text("a,b\nx,y\n,\n\nz,\n").tokens.tolist() == [[1, 1], [0, 0], [2, 0]]
+
+
+def test_a_name_may_hold_what_is_between_names():
+    assert load_csv_text('"a, b, c";d\nx;y\n').columns == (("a, b, c", "x"), ("d", "y"))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"city,size\nM\xe1laga,1\n", "byte 0xe1 at 11: expected UTF-8"),
+        (b",a,b\n0,x,y\n", "'' names no column: .*index=False"),
+        (b"country,2019\nItaly,yes\n", "'2019' names no column"),
+        (b"1,2\n" + b"9" * 5000 + b",1\n", "beyond 64 bits"),
+    ],
+)
+def test_what_cannot_be_read_says_why(content, told, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(content)
+    with pytest.raises(InvalidInput, match=told):
+        load_csv(path)
+
+
+def test_ids_that_are_no_values_are_refused():
+    model = model_of_table()
+    wrong = torch.tensor([[2, 0, 0]])
+    for call in (lambda: model.sample(prompt=wrong), lambda: vmd.evaluate(model, wrong), lambda: nll_bound(model, wrong, 1)):
+        with pytest.raises(InvalidInput, match="token id 2 of column 'country': expected 0 to 1"):
+            call()
+    for tokens in (torch.zeros(3), torch.zeros(1, 2, dtype=torch.long), [0, 1, 2]):
+        with pytest.raises(InvalidInput, match="rows of a table"):
+            model.rows(tokens)
+    assert model.rows(torch.tensor([0, 1, 0])) == [{"country": "Italy", "city": "Oslo", "size": "1"}]
+    for n in (2.5, "a", True, -1):
+        with pytest.raises(InvalidInput, match="n="):
+            model.sample(n, prompt={"size": "1"})
+
+
+def test_models_and_tables_of_other_columns_do_not_meet(here):
+    (here / "other.csv").write_text("size,country,city\n1,Norway,Oslo\n20,Italy,Rome\n")
+    run = vmd.preset("array-mdm", "training.steps=1", "training.batch_size=2")
+    other = load_data("other.csv")
+    with pytest.raises(InvalidInput, match="other columns"):
+        vmd.train(model_of_table(), other, run)
+    np.save("rows.npy", TOKENS)
+    succeeds("train", "--data", "rows.npy", "--out", "run", *TINY)
+    assert "a table: expected a model of a table" in refused("evaluate", "run", "--data", "other.csv", folder=here)
+    (here / "ids.csv").write_text("size,city,country\n1,1,1\n")
+    with pytest.raises(InvalidInput, match="other columns"):
+        vmd.evaluate(model_of_table(), load_data("ids.csv"))  # numbers, of which nobody knows whether they are ids
+    for text in ("country=Norway,country=Italy", 'a"b\nc,"d'):
+        with pytest.raises(InvalidInput, match="expected"):
+            parse_row(COLUMNS, text)

@@ -63,6 +63,8 @@ def evaluate_model(
         data.vocab_size <= config.vocab_size,
         f"token id {data.vocab_size - 1} in the data: expected 0 to {config.vocab_size - 1}, the model's vocabulary",
     )
+    same = getattr(data, "columns", ()) in ((), config.columns)
+    require(same, "a table: expected a model of a table, with these columns")
     held = rows_scored if isinstance(data, Law) else min(rows_scored, len(data))
     require_a_share(held, "rows to score")
     draws_of_z = sorted(set(iwae)) if config.latent.kind == "gaussian" else [1]

@@ -17,7 +17,7 @@ from vmd.config import InvalidInput, ModelConfig, require, require_choice
 from vmd.latent import Gaussian
 from vmd.masking import Masks, apply_mask, draw_steps
 from vmd.objective import ChainCodes, Codes, code_terms, importance_terms, infer, targets_nll
-from vmd.sampling import ORDERS, Order, confidence, first_by, is_of_integers, named, reveal_counts
+from vmd.sampling import ORDERS, Order, check_values, confidence, first_by, is_of_integers, named, reveal_counts
 
 STEPS_SCORED = 8  # of a sampler with many steps, the bound scores this many, drawn without bias
 
@@ -48,6 +48,7 @@ def check_rows(config: ModelConfig, x0: Tensor) -> None:
         low, high = int(x0.min()), int(x0.max())
         known = low >= 0 and high < config.vocab_size
         require(known, f"token id {low if low < 0 else high} in the rows: expected 0 to {config.vocab_size - 1}")
+        check_values(config, x0)
 
 
 def check(config: ModelConfig, steps: int, z: str, samples: int) -> None:
@@ -254,7 +255,7 @@ def exact_nll(per_order: Tensor) -> Tensor:
 
 @torch.no_grad()
 def random_order_nll(model: Scorable, x0: Tensor, steps: int, *, chunk: int = 4_096) -> tuple[Tensor, Tensor]:
-    """(B,) each: exactly -log p(x0) of the sampler in random order, z fresh; and the mean over orders that `nll_bound` draws.
+    """(B,) each: exactly -log p(x0) of the sampler in random order, z fresh; and its mean over orders, as in `nll_bound`.
 
     The second is what is usually printed, and above the first by as much as the order says of the tokens. Orders that have
     revealed the same tokens S go on alike: p(S and all that leads there) is a sum over the last step's tokens, and of r

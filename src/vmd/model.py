@@ -203,10 +203,12 @@ class VMD(nn.Module):
 
     def rows(self, tokens: Tensor) -> list[dict[str, str]]:
         """Of a model of a table: {column: value} of each row."""
-        columns = self.config.columns
+        columns, length = self.config.columns, self.config.length
         require(bool(columns), "rows of a table: expected a model of one")
+        whole = isinstance(tokens, Tensor) and not tokens.is_floating_point() and tokens.shape[-1:] == (length,)
+        require(whole and tokens.dim() < 3, f"rows of a table: expected a tensor of token ids, (rows, {length})")
         names = [name for name, *_ in columns]
-        return [dict(zip(names, cells_of(columns, row), strict=True)) for row in tokens.tolist()]
+        return [dict(zip(names, cells_of(columns, row), strict=True)) for row in tokens.view(-1, length).tolist()]
 
     def sample(
         self,
@@ -231,6 +233,7 @@ class VMD(nn.Module):
         if isinstance(prompt, Mapping):
             columns = self.config.columns
             require(bool(columns), f"prompt {prompt!r:.60}: expected tokens: this is no model of a table")
+            require(n is None or (is_whole(n) and n >= 1), f"n={n!r}: expected a whole number of samples, at least 1")
             prompt = torch.tensor([prompt_of(columns, prompt)]).repeat(n or 1, 1)
         if isinstance(prompt, str):
             require(n is None or (is_whole(n) and n >= 1), f"n={n!r}: expected a whole number of samples, at least 1")

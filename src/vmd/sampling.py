@@ -546,6 +546,19 @@ def is_of_integers(x: Tensor) -> bool:
     return not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
 
 
+def check_values(config: ModelConfig, tokens: Tensor) -> None:
+    """Of a table, a column has values of its own."""
+    missing = missing_values(config, tokens.device)
+    if missing is None:
+        return
+    places = torch.arange(config.length, device=tokens.device).expand_as(tokens)
+    wrong = missing[places, tokens.clamp(min=0)].nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        name, *values = config.columns[place]
+        raise InvalidInput(f"token id {int(tokens[row, place])} of column {name!r}: expected 0 to {len(values) - 1}")
+
+
 def check_prompt(prompt: Tensor, config: ModelConfig) -> None:
     require(
         isinstance(prompt, Tensor),
@@ -563,3 +576,4 @@ def check_prompt(prompt: Tensor, config: ModelConfig) -> None:
             low >= -1 and high < config.vocab_size,
             f"token id {bad} in the prompt: expected 0 to {config.vocab_size - 1}, or -1 for a gap",
         )
+        check_values(config, prompt)

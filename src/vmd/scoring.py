@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vmd.config import InvalidInput, is_whole, require
 from vmd.data import Law
-from vmd.data.arrays import parse_positions
+from vmd.data.arrays import parse_positions, same_positions
 from vmd.data.synthetic import LAWS
 from vmd.data.tokenizers import same_ids
 from vmd.evaluation import Data, draw_rows, per_block, row, rows_per_score
@@ -53,7 +53,8 @@ def evaluate(
     if against is not None:
         require_comparable(model, against)
         apart = f"models trained with positions {model.fixed!r} and {against.fixed!r} given"
-        require(fixed is not None or model.fixed == against.fixed, f"{apart}: expected fixed=, for both")
+        same = fixed is not None or same_positions(model.fixed, against.fixed, model.config.length)
+        require(same, f"{apart}: expected fixed=, for both")
     named = model.fixed if fixed is None else fixed
     require(isinstance(named, str), f"fixed={fixed!r:.60}: expected positions such as '0:82' or '0,5,7'")
     given = parse_positions(named, model.config.length, "fixed")
@@ -96,7 +97,8 @@ def rows_of(model: VMD, data: Data | Tensor | np.ndarray | str, rows: int, seed:
     if (theirs := getattr(data, "tokenizer", None)) is not None:
         same = model.tokenizer is not None and same_ids(model.tokenizer, theirs)
         require(same, "text in other tokens than the model's: expected vmd.load_data(..., tokenizer=model.tokenizer)")
-    same = getattr(data, "columns", ()) in ((), model.config.columns)
+    read_as_ids = not str(getattr(data, "name", "")).lower().endswith((".csv", ".tsv"))
+    same = getattr(data, "columns", ()) == model.config.columns or (read_as_ids and not hasattr(data, "columns"))
     require(same, "a table of other columns than the model's: expected vmd.load_data(..., columns=model.config.columns)")
     symbols, known_by_name = getattr(data, "symbols", ()), model.config.symbols
     require(() in (symbols, known_by_name) or symbols == known_by_name, "data of other symbols: expected the model's")

@@ -333,7 +333,7 @@ class Watch:
 
 
 def check_array_path(path: Path) -> None:
-    require(path.suffix in (".npy", ".csv"), f"--out {path}: expected a path ending in .npy or .csv")
+    require(path.suffix.lower() in (".npy", ".csv"), f"--out {path}: expected a path ending in .npy or .csv")
     require(path.parent.is_dir(), f"--out {path}: no such folder {path.parent}")
 
 
@@ -345,7 +345,7 @@ def write_array(path: Path, tokens: Any, columns: Any = ()) -> None:
 
     from vmd.files import write_atomically
 
-    if path.suffix == ".csv":
+    if path.suffix.lower() == ".csv":
         from vmd.data.columns import to_csv
 
         write_atomically(path, to_csv(columns, tokens))

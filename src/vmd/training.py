@@ -273,6 +273,8 @@ def check_run(model: VMD | Ensemble, data: Dataset, config: RunConfig) -> None:
     require(known, f"train({given}): expected a model, data such as vmd.load_data gives, and a RunConfig")
     training, one = config.training, isinstance(model, VMD)
     require(one or training.attention == "dense", f"training.attention={training.attention}: expected dense in an ensemble")
+    same = getattr(data, "columns", ()) in ((), model.config.columns)
+    require(same, "a table of other columns than the model's: expected vmd.load_data(..., columns=model.config.columns)")
     check_precision(training, next(model.parameters()).device.type)
     config.objective.check(model.config)
     require(

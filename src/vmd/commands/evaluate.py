@@ -66,6 +66,7 @@ def evaluate(
     """Score a model: certified bits per token for each number of steps, the objective, what the latent carries, and, where
     the law of the data is known, accuracy and KL of samples. Of Sudoku puzzles: how many it solves."""
     from vmd.data import ArrayData, SudokuData
+    from vmd.data.arrays import same_positions
     from vmd.data.synthetic import Law
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
@@ -114,7 +115,8 @@ def evaluate(
         note_unfinished(other, there)
         require_comparable(loaded, other)
         apart = f"--against {against}: it was trained with positions {other.fixed!r} given, and {model} with {fixed!r}"
-        require(asked_fixed is not None or other.fixed == fixed, f"{apart}: expected --fixed, for both")
+        same_given = asked_fixed is not None or same_positions(other.fixed, fixed, loaded.config.length)
+        require(same_given, f"{apart}: expected --fixed, for both")
         other_z = asked_z or (other.usual_z if max(counts) > 1 else "once")
     if fixed and asked_fixed is None:
         say(f"positions {fixed} are given, as in training; --fixed says otherwise")

@@ -66,7 +66,7 @@ def load_data(
         return SudokuData(load_puzzles(name), seed, augment, pair=layout == "pair")
     if name.lower().endswith((".csv", ".tsv")):
         require(os.path.isfile(name), f"{name}: no such file: expected integers, or a table below a line of names")
-        return load_csv(Path(name), seed, columns)
+        return load_csv(Path(name), seed, columns or ())
     if name.lower().endswith(".npy"):
         return load_array(name, seed)
     if is_text(name):

@@ -93,14 +93,6 @@ def load_array(path: str | Path, seed: int = 0) -> ArrayData:
     return ArrayData(tokens, str(path), seed)
 
 
-def is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def parse_positions(text: str, length: int, name: str = "data.fixed") -> Tensor | None:
     """ "0:82,90" -> (L,) bool; empty text -> None."""
     if not text:
@@ -117,3 +109,9 @@ def parse_positions(text: str, length: int, name: str = "data.fixed") -> Tensor 
         fixed[first:last] = True
     require(not bool(fixed.all()), f"{name}={text!r}: expected at least one of {length} positions left to learn")
     return fixed
+
+
+def same_positions(one: str, other: str, length: int) -> bool:
+    """However they are written."""
+    first, second = parse_positions(one, length), parse_positions(other, length)
+    return first is second if first is None or second is None else bool((first == second).all())

@@ -5,6 +5,8 @@ A token's id is the place of its value among those of its column, (name, value, 
 
 import csv
 import io
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,8 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from vmd.config import InvalidInput, require
-from vmd.data.arrays import ArrayData, is_number
-from vmd.files import read_text
+from vmd.data.arrays import ArrayData
 
 Columns = tuple[tuple[str, ...], ...]
 MOST_VALUES = 1_024  # of a column: more are numbers or names, which want bins
@@ -38,12 +39,16 @@ def load_csv(path: Path, seed: int = 0, columns: Columns = ()) -> ArrayData:
     if not columns and (other is None or len(names) < 2):
         number, cells = other or (0, [])
         expected = "expected integers with commas between, or a first line of names, of a table (text: name it .txt)"
+        if other is not None and not names and any(cell and not is_number(cell) for cell in lines[0][1]):
+            nameless = next(cell for cell in lines[0][1] if not cell or is_number(cell))
+            expected = f"{nameless!r} names no column: {expected}, none of them blank or a number (pandas: index=False)"
         require(other is None, f"{path}: line {number}: {','.join(cells)!r:.60}: {expected}")
         check_widths(path, body, len(body[0][1]), "integers")
         try:
-            return ArrayData(np.array([list(map(int, cells)) for _, cells in body], dtype=np.int64), str(path), seed)
-        except OverflowError:
+            integers = np.array([list(map(int, cells)) for _, cells in body], dtype=np.int64)
+        except (OverflowError, ValueError):  # Python reads no more than some thousand digits
             raise InvalidInput(f"{path}: an integer beyond 64 bits: expected token ids below 65536") from None
+        return ArrayData(integers, str(path), seed)
     require(bool(names), f"{path}: expected a first line with the names of the columns, {', '.join(n for n, *_ in columns)}")
     twice = [name for place, name in enumerate(names) if name in names[:place]]
     require(not twice, f"{path}: two columns {''.join(twice[:1])!r}: expected names of their own")
@@ -65,15 +70,29 @@ def load_csv(path: Path, seed: int = 0, columns: Columns = ()) -> ArrayData:
 
 def read_cells(path: Path) -> list[tuple[int, list[str]]]:
     """(line, its cells without blanks around) of each line that is not empty, between commas, semicolons or tabs."""
-    text = read_text(path).removeprefix("\ufeff")  # Excel's mark of UTF-8
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count), skipinitialspace=True)
     try:
-        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(map(str.strip, cells))]
+        text = path.read_bytes().decode("utf-8-sig")  # with Excel's mark, or without
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path}: byte {error.object[error.start]:#04x} at {error.start}: expected UTF-8") from None
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot read: {error.strerror}") from None
+    first = re.sub(r'"[^"]*"', "", next((line for line in text.splitlines() if line.strip()), ""))
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count), skipinitialspace=True)
+    try:  # a line of blanks alone is a row, if it has several
+        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if len(cells) > 1 or any(cells)]
     except csv.Error as error:
         raise InvalidInput(f"{path}: line {reader.line_num}: {error}: expected values with commas between") from None
+    lines = [(number, cells) for number, cells in lines if len(cells) > 1 or cells[0]]
     require(bool(lines), f"{path}: no rows: expected integers with commas between, or a table below a line of names")
     return lines
+
+
+def is_number(cell: str) -> bool:
+    """Of those that have an order: nan is a name."""
+    try:
+        return math.isfinite(float(cell))
+    except ValueError:
+        return False
 
 
 def is_integer(cell: str) -> bool:
@@ -119,11 +138,15 @@ def prompt_of(columns: Columns, known: Mapping[str, str]) -> list[int]:
 
 def parse_row(columns: Columns, text: str) -> list[int]:
     """ "Rome, _, yes", a value or _ for every column, or "country=Rome, answer=yes", those that are known."""
-    cells = [cell.strip() for cell in next(csv.reader([text], skipinitialspace=True), [])]
+    try:
+        cells = [cell.strip() for cell in next(csv.reader(io.StringIO(text, newline=""), skipinitialspace=True), [])]
+    except csv.Error as error:
+        raise InvalidInput(f"{text!r:.60}: {error}: expected values with commas between") from None
     names = [name for name, *_ in columns]
     if cells and all(cell.partition("=")[0].strip() in names and "=" in cell for cell in cells):
-        named = (cell.partition("=") for cell in cells)
-        return prompt_of(columns, {name.strip(): value.strip() for name, _, value in named})
+        known = {name.strip(): value.strip() for name, _, value in (cell.partition("=") for cell in cells)}
+        require(len(known) == len(cells), f"{text!r:.60}: expected every column once")
+        return prompt_of(columns, known)
     how = f"a value or _ for each of {', '.join(names)}, or NAME=VALUE of those that are known"
     require(len(cells) == len(names), f"{text!r:.60} has {len(cells)} values: expected {how}")
     return prompt_of(columns, {name: cell for name, cell in zip(names, cells, strict=True) if cell != "_"})
