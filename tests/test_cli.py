@@ -994,6 +994,12 @@ def test_models_are_compared_given_the_same_positions(here):
     assert free != given
 
 
+def test_exact_bits_are_printed_beside_bounds(run, here):
+    words = ("evaluate", run, "--data", "rows.npy", "--rows", "20", "--steps", "1,2", "--json", "s.json")
+    assert "exact bits per token" in succeeds(*words, "--exact").out
+    assert "expected --z fresh" in refused(*words, "--exact", "--z", "once", folder=here)
+
+
 def test_scores_of_the_rows_that_were_trained_on_are_said_to_be(here):
     succeeds("train", "--data", "rows.npy", "--out", "run", *TINY)
     assert "what it was trained on" in succeeds("evaluate", "run", "--data", here / "rows.npy", "--rows", "20").err

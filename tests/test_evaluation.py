@@ -24,7 +24,7 @@ from vmd.data.synthetic import d1, d2, dependence
 from vmd.data.tokenizers import CharTokenizer
 from vmd.diagnostics import advice, describe
 from vmd.evaluation import CERTIFIED, diagnose_model, evaluate_model
-from vmd.likelihood import enumerate_orders, in_bits, nll_bound
+from vmd.likelihood import enumerate_orders, in_bits, nll_bound, random_order_nll
 from vmd.model import VMD
 
 SURROGATE, BOUND = "surrogate (not a bound), bits per token", "bound at N = block size, bits per token"
@@ -426,3 +426,21 @@ def test_progress_is_told_within_what_takes_long(monkeypatch):
     assert done[0] == 0
     assert done[-1] == 3
     assert [share for share in done if share < 1] == [0, 0.25, 0.5, 0.75]
+
+
+@pytest.mark.parametrize("z", [NO_LATENT, codes()], ids=["no z", "codes"])
+def test_exact_bits_are_those_of_all_orders(z):
+    """Of data whose law is known as well: below the bound of several steps, and that of one step itself."""
+    model = strong_model(4, 4, 3, z)
+    rows = random_tokens(30, 4, 3, seed=1)
+    scored = evaluate_model(model, ArrayData(rows.numpy()), [1, 2, 4], z="fresh", exact=True)
+    found = {(row["metric"], row["steps"]): row["value"] for row in scored if row.get("order") == "random"}
+    for steps in (1, 2, 4):
+        exact = in_bits(random_order_nll(model, rows, steps)[0], 4).value
+        assert found["exact bits per token", steps] == pytest.approx(exact, abs=1e-5)
+    assert found["exact bits per token", 1] == pytest.approx(found[CERTIFIED, 1], abs=1e-5)
+    assert found["exact bits per token", 4] < in_bits(random_order_nll(model, rows, 4)[1], 4).value - 1e-3
+    with pytest.raises(InvalidInput, match="--exact: expected no positions"):
+        evaluate_model(model, ArrayData(rows.numpy()), [2], z="fresh", exact=True, fixed="0")
+    with pytest.raises(InvalidInput, match="expected codes or none"):
+        evaluate_model(strong_model(4, 4, 3, latent()), ArrayData(rows.numpy()), [2], z="fresh", exact=True)

@@ -14,7 +14,16 @@ from vmd.data.sudoku import keeps_clues, valid
 from vmd.data.tokenizers import JsonTokenizer
 from vmd.diagnostics import Diagnostics, diagnose
 from vmd.distributed import gather_rows, my_share, own_seed, require_a_share
-from vmd.likelihood import Bits, check, confidence_order_nll, in_bits, law_bits, nll_bound
+from vmd.likelihood import (
+    Bits,
+    check,
+    check_summable,
+    confidence_order_nll,
+    in_bits,
+    law_bits,
+    nll_bound,
+    random_order_nll,
+)
 from vmd.masking import draw_masks
 from vmd.metrics import accuracy, empirical, kl_to, one_step_probabilities, share_error
 from vmd.model import VMD
@@ -22,6 +31,7 @@ from vmd.network import largest_tensor
 from vmd.sampling import RULES, check_settings
 
 CERTIFIED = "certified bits per token"
+EXACT = "exact bits per token"
 Data = Law | ArrayData | TextData
 
 
@@ -51,10 +61,12 @@ def evaluate_model(
     rows_scored: int = 2_000,
     seed: int = 0,
     fixed: str = "",
+    exact: bool = False,
     on_part: Callable[[float, int], None] = lambda done, total: None,
 ) -> list[dict]:
     """Rows of {metric, value, stderr, about}. A bound is called a bound, a surrogate a surrogate.
 
+    `exact`: also the bits that bounds of several steps are above, all orders summed over.
     `on_part(done, total)` is called after each part, and within those that take long.
     """
     config = model.config
@@ -73,6 +85,9 @@ def evaluate_model(
         for samples in draws_of_z:
             check(config, count, z, samples)
     given = parse_positions(fixed, config.length, "--fixed")
+    if exact:
+        check_summable(config)
+        require(given is None, f"--exact: expected no positions that are given, found {fixed}")
     parts: list[Callable[[], list[dict]]] = []
     finished = 0
 
@@ -82,6 +97,8 @@ def evaluate_model(
     for count in steps:
         for samples in draws_of_z:
             parts.append(partial(certified_row, model, data, count, z, samples, rows_scored, seed, given, tell))
+        if exact:
+            parts.append(partial(exact_row, model, data, count, rows_scored, seed))
         if order != "random" and not (config.has_latent or config.columns) and given is None:
             parts.append(partial(confidence_row, model, data, count, order, rows_scored, seed))
     parts.append(partial(objective_rows, model, data, n if isinstance(data, Law) else rows_scored, seed, given))
@@ -235,6 +252,18 @@ def bytes_per_token(tokenizer: JsonTokenizer, x0: Tensor) -> float:
     """By which bits of models with other tokens compare. A character that a row cuts counts nothing, so never too many."""
     texts = (tokenizer.decode(ids).strip("\ufffd") for ids in x0.tolist())
     return sum(len(text.encode()) for text in texts) / x0.numel()
+
+
+def exact_row(model: VMD, data: Data, steps: int, rows_scored: int, seed: int) -> list[dict]:
+    """What the bound of several steps is above: it is a mean over orders."""
+
+    def score(x0: Tensor) -> Tensor:
+        return random_order_nll(model, x0, steps, chunk=max(1, rows_per_score(model) // 8))[0]
+
+    bits, over = scored_bits(model, data, score, rows_scored, seed, None)
+    about = f"{per_block(steps)}, NFE {steps * model.config.blocks}, random order, rule sample, summed over orders; {over}"
+    setting = {"steps": steps, "order": "random", "z": "fresh" if model.config.has_latent else "none", "iwae": 1}
+    return [row(EXACT, bits.value, bits.stderr, about) | setting]
 
 
 def confidence_row(model: VMD, data: Data, steps: int, order: str, rows_scored: int, seed: int) -> list[dict]:

@@ -264,8 +264,7 @@ def random_order_nll(model: Scorable, x0: Tensor, steps: int, *, chunk: int = 4_
     config, r = model.config, model.config.block_size
     check(config, steps, "fresh", 1)
     check_rows(config, x0)
-    require(config.latent.kind != "gaussian", "a Gaussian latent: expected codes or none, which are summed exactly")
-    require(r <= LARGEST_SUMMED, f"block_size={r}: expected at most {LARGEST_SUMMED} to sum over all orders")
+    check_summable(config)
     every = frozenset(range(r))
     log_p: dict[frozenset[int], Tensor] = {frozenset(): torch.zeros(len(x0), config.blocks, dtype=torch.float64)}
     log_p = {none: zero.to(x0.device) for none, zero in log_p.items()}
@@ -284,6 +283,12 @@ def random_order_nll(model: Scorable, x0: Tensor, steps: int, *, chunk: int = 4_
 
 
 LARGEST_SUMMED = 8  # tokens of a block: at most 1,024 passes
+
+
+def check_summable(config: ModelConfig) -> None:
+    r = config.block_size
+    require(config.latent.kind != "gaussian", "a Gaussian latent: expected codes or none, which are summed exactly")
+    require(r <= LARGEST_SUMMED, f"block_size={r}: expected at most {LARGEST_SUMMED} to sum over all orders")
 
 
 def step_nll(model: Scorable, x0: Tensor, known: frozenset[int], chosen: frozenset[int], chunk: int) -> Tensor:

@@ -53,6 +53,10 @@ def evaluate(
     fixed: Annotated[
         str | None, typer.Option(help="Positions always given, as in 0:4. [default: as in the model's training]")
     ] = None,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Also the bits that bounds are above: all orders summed over, of blocks of up to 8."),
+    ] = False,
     against: Annotated[
         str | None, typer.Option(help="Another model: also how many bits fewer or more, row by row, with the error of that.")
     ] = None,
@@ -71,7 +75,7 @@ def evaluate(
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
     from vmd.distributed import one_after_the_first, rank
-    from vmd.evaluation import diagnose_model, evaluate_model, evaluate_puzzles
+    from vmd.evaluation import EXACT, diagnose_model, evaluate_model, evaluate_puzzles
     from vmd.files import hardware, write_atomically
     from vmd.model import VMD, model_folder
     from vmd.progress import progress_bar
@@ -107,6 +111,10 @@ def evaluate(
     asked_fixed = fixed
     if fixed is None:
         fixed = loaded.fixed
+    if exact:
+        require(not isinstance(loaded_data, SudokuData), "--exact: expected data other than puzzles")
+        kept = z == "once" and max(counts) > 1 and loaded.config.has_latent
+        require(not kept, "--exact: expected --z fresh: orders of a z that is kept are not summed over")
     other = None
     if against is not None:
         whole = not isinstance(loaded_data, SudokuData) and not several_processes()
@@ -130,7 +138,7 @@ def evaluate(
             scores = evaluate_puzzles(loaded, loaded_data, counts, revise=revise, **same)  # type: ignore[arg-type]
         else:
             require(not revise, "--revise: expected with puzzles: samples that are revised have no certified likelihood")
-            scores = evaluate_model(loaded, loaded_data, counts, iwae=draws, n=n, fixed=fixed, **same)  # type: ignore[arg-type]
+            scores = evaluate_model(loaded, loaded_data, counts, iwae=draws, n=n, fixed=fixed, exact=exact, **same)  # type: ignore[arg-type]
             if other is not None:
                 both = (z, other_z)
                 how = {"samples": max(draws), "rows": rows, "seed": seed, "fixed": fixed}
@@ -183,7 +191,6 @@ def evaluate(
         from vmd.plotting import draw_scores
 
         title = f"{model} on {data}" + (f", z {z}" if loaded.config.has_latent else "")
-        draw_scores(
-            [row for row in scores if "against" not in row], entropy, carried, loaded.config.latent.kind, title, plot
-        )
+        bounds = [row for row in scores if "against" not in row and row["metric"] != EXACT]
+        draw_scores(bounds, entropy, carried, loaded.config.latent.kind, title, plot)
         say(f"picture: {plot}")
