@@ -21,7 +21,7 @@ from vmd.cli import main
 from vmd.config import InvalidInput, ModelConfig, RunConfig, from_dict, override_all
 from vmd.data import load_data
 from vmd.data import text as text_module
-from vmd.data.tokenizers import TEXT8_ALPHABET, ByteTokenizer, CharTokenizer, model_tokenizer
+from vmd.data.tokenizers import TEXT8_ALPHABET, ByteTokenizer, CharTokenizer, JsonTokenizer, model_tokenizer
 from vmd.evaluation import bytes_per_token
 from vmd.infilling import infill
 from vmd.likelihood import nll_bound
@@ -324,6 +324,23 @@ def test_bits_of_long_tokens_are_also_per_byte(tmp_path):
     certified, per_byte = json.loads((tmp_path / "e.json").read_text())["rows"][:2]
     assert per_byte["about"] == "4.000 bytes a token in these rows"
     assert per_byte["value"] == pytest.approx(certified["value"] / 4)
+    strange = tmp_path / "strange.txt"
+    strange.write_text("the cat zat " * 400)  # a word that is not known says nothing of how long it was
+    assert "per byte" not in succeeds("evaluate", tmp_path / "run", "--data", strange, "--split", "all").out
+    pieces, how = tokenizers.pre_tokenizers, made.decoder
+    for first, last, normal in (
+        (pieces.Whitespace(), how, None),  # blanks that are thrown away
+        (made.pre_tokenizer, tokenizers.decoders.WordPiece(), None),  # blanks that are put in
+        (made.pre_tokenizer, None, None),
+        (pieces.Sequence([pieces.Digits(), pieces.Split(" ", "removed")]), how, None),
+        (made.pre_tokenizer, how, tokenizers.normalizers.Lowercase()),
+    ):
+        lossy = tokenizers.Tokenizer.from_str(made.to_str())
+        lossy.pre_tokenizer, lossy.decoder = first, last
+        if normal is not None:
+            lossy.normalizer = normal
+        assert not JsonTokenizer(lossy.to_str()).gives_back(np.zeros((1, 4), dtype=np.int64))
+    assert JsonTokenizer(made.to_str()).gives_back(np.zeros((1, 4), dtype=np.int64))
     train(source, tmp_path / "letters")
     assert "per byte" not in succeeds("evaluate", tmp_path / "letters", "--data", source).out
 

@@ -243,8 +243,10 @@ def certified_row(
     setting = {"steps": steps, "order": "random", "z": z if config.has_latent else "none", "iwae": samples}
     found = [row(CERTIFIED, bits.value, bits.stderr, f"{about}; {over}") | setting]
     if isinstance(model.tokenizer, JsonTokenizer) and given is None and not isinstance(data, Law):
-        size = bytes_per_token(model.tokenizer, draw_rows(data, rows_scored, seed, torch.device("cpu")))
-        found.append(row("  per byte of the text", bits.value / size, None, f"{size:.3f} bytes a token in these rows"))
+        x0 = draw_rows(data, rows_scored, seed, torch.device("cpu"))
+        if model.tokenizer.gives_back(x0.numpy()):  # else more bytes may be counted than the text has
+            size = bytes_per_token(model.tokenizer, x0)
+            found.append(row("  per byte of the text", bits.value / size, None, f"{size:.3f} bytes a token in these rows"))
     return found
 
 

@@ -151,8 +151,27 @@ class JsonTokenizer:
     def decode(self, ids: Any) -> str:
         return str(self._tokenizer.decode(_checked_ids(ids, self.vocab_size).tolist(), skip_special_tokens=False))
 
+    def gives_back(self, ids: np.ndarray) -> bool:
+        """Whether these tokens surely say all of the text that they were made of, and nothing else.
+
+        Not if text was changed before, if blanks between words were thrown away or are put in by decoding, or where there is
+        the token for what is unknown.
+        """
+        parts = json.loads(self._text)
+        model, first = parts.get("model") or {}, parts.get("pre_tokenizer")
+        split = (first or {}).get("pretokenizers") or ([first] if first else [])
+        kept = all(p.get("type") in KEEP_ALL and p.get("behavior") != "Removed" for p in split)
+        kept = kept and not parts.get("normalizer") and (parts.get("decoder") or {}).get("type") in ADD_NOTHING
+        name, unknown = model.get("unk_token"), model.get("unk_id")
+        unknown = self._tokenizer.token_to_id(name) if name is not None else unknown
+        return kept and (unknown is None or not bool((np.asarray(ids) == unknown).any()))
+
     def to_dict(self) -> dict:
         return {"kind": "json", "json": self._text}
+
+
+KEEP_ALL = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation")  # ways to cut a text
+ADD_NOTHING = ("ByteLevel", "Metaspace", "Fuse")  # and to put it together
 
 
 def load_tokenizer(name: str | Path, alphabet: str = "") -> Tokenizer:
