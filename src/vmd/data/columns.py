@@ -29,26 +29,36 @@ class TableData(ArrayData):
         self.vocab_size = max(len(column) - 1 for column in columns)
 
 
+Lines = list[tuple[int, list[str]]]  # (number of the line, its cells)
+
+
 def load_csv(path: Path, seed: int = 0, columns: Columns = ()) -> ArrayData:
     """Integers, be it below a line of names; or a table, in the columns of a model if they are given."""
     lines = read_cells(path)
-    names = [] if any(not cell or is_number(cell) for cell in lines[0][1]) else lines[0][1]
+    first = lines[0][1]
+    names = [] if any(not cell or is_number(cell) for cell in first) else first
     body = lines[1:] if names else lines
     require(bool(body), f"{path}: no rows: expected integers with commas between, or a table below a line of names")
-    other = None if columns else next(((number, cells) for number, cells in body if not all(map(is_integer, cells))), None)
-    if not columns and (other is None or len(names) < 2):
-        number, cells = other or (0, [])
-        expected = "expected integers with commas between, or a first line of names, of a table (text: name it .txt)"
-        if other is not None and not names and any(cell and not is_number(cell) for cell in lines[0][1]):
-            nameless = next(cell for cell in lines[0][1] if not cell or is_number(cell))
-            expected = f"{nameless!r} names no column: {expected}, none of them blank or a number (pandas: index=False)"
-        require(other is None, f"{path}: line {number}: {','.join(cells)!r:.60}: {expected}")
-        check_widths(path, body, len(body[0][1]), "integers")
-        try:
-            integers = np.array([list(map(int, cells)) for _, cells in body], dtype=np.int64)
-        except (OverflowError, ValueError):  # Python reads no more than some thousand digits
-            raise InvalidInput(f"{path}: an integer beyond 64 bits: expected token ids below 65536") from None
-        return ArrayData(integers, str(path), seed)
+    other = next(((number, cells) for number, cells in body if not all(map(is_integer, cells))), None)
+    if columns or (other is not None and len(names) > 1):
+        tokens, columns = read_table(path, names, body, columns)
+        return TableData(tokens, columns, str(path), seed)
+    number, cells = other or (0, [])
+    expected = "expected integers with commas between, or a first line of names, of a table (text: name it .txt)"
+    if not names and any(cell and not is_number(cell) for cell in first):
+        nameless = next(cell for cell in first if not cell or is_number(cell))
+        expected = f"{nameless!r} names no column: {expected}, none of them blank or a number (pandas: index=False)"
+    require(other is None, f"{path}: line {number}: {','.join(cells)!r:.60}: {expected}")
+    check_widths(path, body, len(body[0][1]), "integers")
+    try:
+        integers = np.array([list(map(int, cells)) for _, cells in body], dtype=np.int64)
+    except (OverflowError, ValueError):  # Python reads no more than some thousand digits
+        raise InvalidInput(f"{path}: an integer beyond 64 bits: expected token ids below 65536") from None
+    return ArrayData(integers, str(path), seed)
+
+
+def read_table(path: Path, names: list[str], body: Lines, columns: Columns) -> tuple[np.ndarray, Columns]:
+    """Tokens (rows, columns), in the columns that are given, or in those of the file."""
     require(bool(names), f"{path}: expected a first line with the names of the columns, {', '.join(n for n, *_ in columns)}")
     twice = [name for place, name in enumerate(names) if name in names[:place]]
     require(not twice, f"{path}: two columns {''.join(twice[:1])!r}: expected names of their own")
@@ -56,19 +66,18 @@ def load_csv(path: Path, seed: int = 0, columns: Columns = ()) -> ArrayData:
     columns = columns or tuple((name, *values_of(path, name, body, place)) for place, name in enumerate(names))
     wanted = [name for name, *_ in columns]
     require(set(names) == set(wanted), f"{path}: columns {', '.join(names)}: expected {', '.join(wanted)}, the model's")
-    places = [names.index(name) for name in wanted]
-    ids = [{value: token for token, value in enumerate(values)} for _, *values in columns]
     tokens = np.zeros((len(body), len(columns)), dtype=np.int32)
-    for row, (number, cells) in enumerate(body):
-        for column, place in enumerate(places):
-            token = ids[column].get(cells[place])
+    for place, (name, *values) in enumerate(columns):
+        ids, there = {value: token for token, value in enumerate(values)}, names.index(name)
+        for row, (number, cells) in enumerate(body):
+            token = ids.get(cells[there])
             if token is None:
-                raise InvalidInput(f"{path}: line {number}: {no_such(columns[column], cells[place])}")
-            tokens[row, column] = token
-    return TableData(tokens, columns, str(path), seed)
+                raise InvalidInput(f"{path}: line {number}: {no_such(columns[place], cells[there])}")
+            tokens[row, place] = token
+    return tokens, columns
 
 
-def read_cells(path: Path) -> list[tuple[int, list[str]]]:
+def read_cells(path: Path) -> Lines:
     """(line, its cells without blanks around) of each line that is not empty, between commas, semicolons or tabs."""
     try:
         text = path.read_bytes().decode("utf-8-sig")  # with Excel's mark, or without
@@ -99,12 +108,12 @@ def is_integer(cell: str) -> bool:
     return cell.lstrip("+-").isdecimal() and cell.isascii()
 
 
-def check_widths(path: Path, body: list[tuple[int, list[str]]], width: int, what: str) -> None:
+def check_widths(path: Path, body: Lines, width: int, what: str) -> None:
     for number, cells in body:
         require(len(cells) == width, f"{path}: line {number}: {len(cells)} {what}: expected {width}, as in the first row")
 
 
-def values_of(path: Path, name: str, body: list[tuple[int, list[str]]], place: int) -> list[str]:
+def values_of(path: Path, name: str, body: Lines, place: int) -> list[str]:
     """In the order of numbers, if they are numbers, then of the alphabet."""
     values = {cells[place] for _, cells in body}
     told = f"{path}: column {name!r} has {len(values):,} different values: expected at most {MOST_VALUES:,}"
