@@ -262,3 +262,29 @@ def test_models_and_tables_of_other_columns_do_not_meet(here):
     for text in ("country=Norway,country=Italy", 'a"b\nc,"d'):
         with pytest.raises(InvalidInput, match="expected"):
             parse_row(COLUMNS, text)
+
+
+def test_rows_of_a_file_are_completed(here):
+    succeeds("train", "--data", "t.csv", "--out", "run", *TINY)
+    (here / "gaps.csv").write_text('size,country,city\n20,_,_\n_,Norway,"Rome, south"\n')
+    made = list(csv.reader(io.StringIO(succeeds("sample", "run", "--prompts", "gaps.csv", "-n", "3").out)))
+    assert made[0] == ["country", "city", "size"]
+    assert [row[2] for row in made[1:4]] == ["20"] * 3
+    assert [row[:2] for row in made[4:]] == [["Norway", "Rome, south"]] * 3
+    assert len(succeeds("sample", "run", "--prompts", "gaps.csv").out.splitlines()) == 3
+    alone = [succeeds("sample", "run", "--prompts", "gaps.csv", "--seed", seed).out for seed in ("1", "1", "2")]
+    assert alone[0] == alone[1]
+    for text, told in (("size,country\n_,_\n", "columns size, country: expected"), ("size,country,city\n", "no rows")):
+        (here / "bad.csv").write_text(text)
+        assert told in refused("sample", "run", "--prompts", "bad.csv", folder=here)
+    assert "--prompts gaps.csv: expected no" in refused(
+        "sample", "run", "--prompts", "gaps.csv", "--prompt", "size=1", folder=here
+    )
+    np.save("rows.npy", TOKENS)
+    succeeds("train", "--data", "rows.npy", "--out", "ids", *TINY)
+    (here / "ids.csv").write_text("_,2,0\n1,_,_\n")
+    lines = [line.split() for line in succeeds("sample", "ids", "--prompts", "ids.csv").out.splitlines()]
+    assert [lines[0][1:], lines[1][:1]] == [["2", "0"], ["1"]]
+    for text, told in (("_,2\n", "2 tokens: expected 3"), ("_,x,1\n", "'x': expected token ids"), ("_,9,1\n", "token id 9")):
+        (here / "bad.csv").write_text(text)
+        assert told in refused("sample", "ids", "--prompts", "bad.csv", folder=here)

@@ -24,7 +24,9 @@ from vmd.terminal import (
 
 def sample(
     model: Model,
-    n: Annotated[int, typer.Option("-n", "--n", help="Number of samples.")] = 10,
+    n: Annotated[
+        int | None, typer.Option("-n", "--n", help="Number of samples. [default: 10; of each row of --prompts 1]")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps per block.")] = 1,
     order: Annotated[str, typer.Option(help="random, prob, margin or entropy.")] = "prob",
     rule: Annotated[
@@ -50,6 +52,9 @@ def sample(
         typer.Option(
             help="Tokens with _ for each gap, as in '3 _ _ 6'; of a table NAME=VALUE,NAME=VALUE; of text, how it begins."
         ),
+    ] = None,
+    prompts: Annotated[
+        Path | None, path_option(help="Of a table, or of tokens: rows of a .csv to complete, with _ for each gap.")
     ] = None,
     infill: Annotated[
         str | None, typer.Option(help="Text or tokens with _ for each gap, as in 'the ____ of science'; \\_ is no gap.")
@@ -86,6 +91,7 @@ def sample(
     from vmd.step import step_seed
     from vmd.writing import write
 
+    n = n if n is not None else 1 if prompts else 10
     require(1 <= n <= 10_000_000, f"--n {n}: expected 1 to 10,000,000")
     require(0 <= seed < 2**62, f"--seed {seed}: expected 0 to 2^62")
     folder = model_folder(model)
@@ -96,9 +102,9 @@ def sample(
     require(z is None or config.has_latent, f"--z {z}: expected with a model that has a latent")
     z = z or (loaded.usual_z if steps > 1 else "once")
     deaf = config.latent.kind == "gaussian" and config.latent.prior == "normal" and not config.latent.encoder_sees_mask
-    if prompt is not None and deaf:
+    if (prompt is not None or prompts is not None) and deaf:
         say("note: this model's z does not heed the prompt; for prompts train with model.latent.encoder_sees_mask=true")
-    if prompt is None and infill is None and loaded.fixed:
+    if prompt is None and infill is None and prompts is None and loaded.fixed:
         say(f"note: this model was trained with positions {loaded.fixed} given; use --prompt to give them")
     tokenizer = loaded.tokenizer
     if length is not None:
@@ -108,9 +114,19 @@ def sample(
             f"--length {length}: expected with a model of text, no --infill, --watch, --trace",
         )
         require(1 <= length <= 1_000_000, f"--length {length}: expected 1 to 1,000,000")
-    row = prompt_row(prompt, infill, config, tokenizer, length)
+    if prompts is None:
+        row = prompt_row(prompt, infill, config, tokenizer, length)
+        asked = [row]
+    else:
+        from vmd.data.columns import load_prompts
+
+        alone = prompt is None and infill is None and tokenizer is None and not (watch or trace)
+        require(alone, f"--prompts {prompts}: expected no model of text, and no --prompt, --infill, --watch, --trace")
+        asked = load_prompts(prompts, config.columns, config.length).tolist()
+        row = asked[0]
+        n *= len(asked)
     wanted = len(row)  # of an infill no more than it holds
-    if prompt is not None and tokenizer is None and has_later_tokens(row, config.block_size):
+    if infill is None and tokenizer is None and any(has_later_tokens(some, config.block_size) for some in asked):
         weigh = "" if config.latent.kind == "gaussian" else "; --infill weighs what it writes by them"
         say(f"note: blocks of {config.block_size} are written from left to right: no gap sees tokens of later blocks{weigh}")
     require(tries is None or infill is not None, f"--tries {tries}: expected with --infill")
@@ -141,7 +157,7 @@ def sample(
             drawn = write(loaded, given, max(1, len(mine)), on_progress=show_progress, **options)
     elif infill is None:
         size = 8_192 if watch or trace else rows_per_pass(loaded)  # of every batch all steps would be shown
-        rows = torch.tensor([row]).repeat(max(1, len(mine)), 1)
+        rows = torch.tensor([asked[i * len(asked) // n] for i in mine or [0]])
         with bar as show_progress:
             drawn = loaded.sample(prompt=rows, batch_size=size, on_progress=show_progress, **options)
     else:

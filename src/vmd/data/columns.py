@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vmd.config import InvalidInput, require
@@ -57,8 +58,28 @@ def load_csv(path: Path, seed: int = 0, columns: Columns = ()) -> ArrayData:
     return ArrayData(integers, str(path), seed)
 
 
-def read_table(path: Path, names: list[str], body: Lines, columns: Columns) -> tuple[np.ndarray, Columns]:
-    """Tokens (rows, columns), in the columns that are given, or in those of the file."""
+def load_prompts(path: Path, columns: Columns, length: int) -> Tensor:
+    """(rows, length): rows of a .csv with _ for each gap, of a table below the names of its columns, or of integers."""
+    require(path.is_file(), f"{path}: no such file: expected rows of a .csv, with _ for each gap")
+    lines = read_cells(path)
+    if columns:
+        return torch.from_numpy(read_table(path, lines[0][1], lines[1:], columns, gaps=True)[0]).long()
+    named = all(cell and cell != "_" and not is_number(cell) for cell in lines[0][1])
+    body = lines[named:]
+    check_widths(path, body, length, "tokens")
+    for number, cells in body:
+        wrong = [cell for cell in cells if cell != "_" and not cell.isdecimal()]
+        require(not wrong, f"{path}: line {number}: {''.join(wrong[:1])!r:.60}: expected token ids, or _ for a gap")
+        require(all(len(cell) < 6 for cell in cells), f"{path}: line {number}: expected token ids below 65536")
+    require(bool(body), f"{path}: no rows: expected token ids, or _ for each gap")
+    return torch.tensor([[-1 if cell == "_" else int(cell) for cell in cells] for _, cells in body])
+
+
+def read_table(
+    path: Path, names: list[str], body: Lines, columns: Columns, *, gaps: bool = False
+) -> tuple[np.ndarray, Columns]:
+    """Tokens (rows, columns), in the columns that are given, or in those of the file; with `gaps`, -1 where there is a _."""
+    require(bool(body), f"{path}: no rows: expected a table below a line of names")
     require(bool(names), f"{path}: expected a first line with the names of the columns, {', '.join(n for n, *_ in columns)}")
     twice = [name for place, name in enumerate(names) if name in names[:place]]
     require(not twice, f"{path}: two columns {''.join(twice[:1])!r}: expected names of their own")
@@ -70,7 +91,7 @@ def read_table(path: Path, names: list[str], body: Lines, columns: Columns) -> t
     for place, (name, *values) in enumerate(columns):
         ids, there = {value: token for token, value in enumerate(values)}, names.index(name)
         for row, (number, cells) in enumerate(body):
-            token = ids.get(cells[there])
+            token = ids.get(cells[there], -1 if gaps and cells[there] == "_" else None)
             if token is None:
                 raise InvalidInput(f"{path}: line {number}: {no_such(columns[place], cells[there])}")
             tokens[row, place] = token
