@@ -114,6 +114,22 @@ def test_a_column_has_its_own_values_and_no_others(block_size, z, draft, order, 
     assert (drawn < torch.tensor([2, 4, 3])).all()
 
 
+@pytest.mark.parametrize("rule", ["sample", "argmax"])  # with argmax, confidences are summed over codes
+def test_orders_are_told_of_a_columns_values_alone(rule):
+    seen = []
+
+    def order(probabilities):
+        seen.append(probabilities)
+        return probabilities.amax(-1)
+
+    model_of_table(z=codes()).sample(20, steps=2, order=order, rule=rule, seeds=range(20))
+    missing = torch.arange(4) >= torch.tensor([[2], [4], [3]])
+    assert len(seen) >= 2
+    for probabilities in seen:
+        assert float(probabilities[:, missing].abs().max()) == 0
+        assert torch.allclose(probabilities.sum(-1), torch.ones(()).double())
+
+
 @pytest.mark.parametrize("z", [NO_LATENT, codes()], ids=["no z", "codes"])
 def test_certified_bits_hold_for_what_is_sampled(z):
     """Of values that a column has not, samples have none: so their law gives the others more, and takes fewer bits."""

@@ -438,6 +438,9 @@ def test_exact_bits_are_those_of_all_orders(z):
     for steps in (1, 2, 4):
         exact = in_bits(random_order_nll(model, rows, steps)[0], 4).value
         assert found["exact bits per token", steps] == pytest.approx(exact, abs=1e-5)
+        if steps > 1:
+            bound = in_bits(random_order_nll(model, rows, steps)[1], 4).value
+            assert found["  so much below the bound, bits per token", steps] == pytest.approx(bound - exact, abs=1e-5)
     assert found["exact bits per token", 1] == pytest.approx(found[CERTIFIED, 1], abs=1e-5)
     assert found["exact bits per token", 4] < in_bits(random_order_nll(model, rows, 4)[1], 4).value - 1e-3
     with pytest.raises(InvalidInput, match="--exact: expected no positions"):

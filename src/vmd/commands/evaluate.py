@@ -75,7 +75,7 @@ def evaluate(
     from vmd.diagnostics import advice
     from vmd.diagnostics import describe as describe_latent
     from vmd.distributed import one_after_the_first, rank
-    from vmd.evaluation import EXACT, diagnose_model, evaluate_model, evaluate_puzzles
+    from vmd.evaluation import EXACT, ORDER_PART, diagnose_model, evaluate_model, evaluate_puzzles
     from vmd.files import hardware, write_atomically
     from vmd.model import VMD, model_folder
     from vmd.progress import progress_bar
@@ -191,6 +191,6 @@ def evaluate(
         from vmd.plotting import draw_scores
 
         title = f"{model} on {data}" + (f", z {z}" if loaded.config.has_latent else "")
-        bounds = [row for row in scores if "against" not in row and row["metric"] != EXACT]
+        bounds = [row for row in scores if "against" not in row and row["metric"] not in (EXACT, ORDER_PART)]
         draw_scores(bounds, entropy, carried, loaded.config.latent.kind, title, plot)
         say(f"picture: {plot}")
